@@ -1,0 +1,1 @@
+"""What did happen: plan, sessions, journals, reconciliation and the terminal report."""

@@ -1,0 +1,1 @@
+"""What we start: arms, commands, processes, the tiny model and the scripted loopback server."""

@@ -1,0 +1,1 @@
+"""What should happen: workloads, cache models and predictions (standard library only)."""

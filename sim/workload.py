@@ -1,0 +1,128 @@
+"""The seeded workload: documents, passes and the requests both the replay and the predictor read.
+
+One ``Workload`` object feeds the client and the simulator, so the two cannot disagree about what
+was asked. Prompts are token ids, never text: re-tokenising would change their length.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["warmup", "measure"]
+PassOrder = Literal["fwd", "rev"]
+
+WARMUP_PASS = "warmup"
+_ORDER_WORD = {"fwd": "replay", "rev": "reverse"}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSpec:
+    """Sizes in tokens; ``vocab`` is the half-open range of token ids documents are drawn from.
+
+    ``warmup_documents`` are throw-away documents of the measured shape from a disjoint seed, each
+    asked once, forward, before the first pass: they pay compilation and lazy set-up in every arm.
+    """
+
+    documents: int
+    document_tokens: int
+    question_tokens: int
+    output_tokens: int
+    passes: tuple[PassOrder, ...]
+    warmup_documents: int
+    seed: int
+    vocab: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to send; ``(pass_name, doc)`` is unique in a session and is its request key."""
+
+    phase: Phase
+    pass_name: str
+    doc: int
+    doc_tokens: int
+    prompt: tuple[int, ...]
+    output_tokens: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """``(pass_name, doc)``; with the session's name in front it is unique in a run."""
+        return (self.pass_name, self.doc)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """All requests of one session in the order they are sent: warm-up first, then the passes."""
+
+    spec: WorkloadSpec
+    requests: tuple[Request, ...]
+
+    @property
+    def measured(self) -> tuple[Request, ...]:
+        """The requests that count, in sending order."""
+        return tuple(r for r in self.requests if r.phase == "measure")
+
+
+def pass_name(index: int, order: PassOrder) -> str:
+    """The published name of pass ``index`` (0 first): ``pass1-cold``, ``pass2-replay``, …"""
+    return f"pass{index + 1}-{'cold' if index == 0 else _ORDER_WORD[order]}"
+
+
+def build_workload(spec: WorkloadSpec) -> Workload:
+    """Build the requests of ``spec``; the same spec gives the same token ids on every machine.
+
+    Every document starts with its own token id, so no two prompts share a first block. Every
+    request ends in its own question, so only the document can be reused between passes.
+    Raises ValueError when the ids cannot be made distinct or a count is out of range.
+    """
+    _check(spec)
+    low, high = spec.vocab
+    first_ids = random.Random(f"{spec.seed}/first").sample(
+        range(low, high), spec.documents + spec.warmup_documents
+    )
+    requests: list[Request] = []
+    for doc in range(spec.warmup_documents):
+        document = _document(spec, f"warmup/{doc}", first_ids[spec.documents + doc])
+        requests.append(_request(spec, "warmup", WARMUP_PASS, doc, document))
+    documents = [_document(spec, f"doc/{d}", first_ids[d]) for d in range(spec.documents)]
+    for index, order in enumerate(spec.passes):
+        walk = range(spec.documents) if order == "fwd" else reversed(range(spec.documents))
+        for doc in walk:
+            requests.append(
+                _request(spec, "measure", pass_name(index, order), doc, documents[doc])
+            )
+    return Workload(spec, tuple(requests))
+
+
+def _check(spec: WorkloadSpec) -> None:
+    low, high = spec.vocab
+    for field in ("documents", "document_tokens", "question_tokens", "output_tokens"):
+        if getattr(spec, field) < 1:
+            raise ValueError(f"{field} is {getattr(spec, field)}; it must be at least 1")
+    if spec.warmup_documents < 0:
+        raise ValueError(f"warmup_documents is {spec.warmup_documents}; it must be at least 0")
+    if not spec.passes or any(order not in _ORDER_WORD for order in spec.passes):
+        raise ValueError(f"passes are {list(spec.passes)}; each must be 'fwd' or 'rev'")
+    needed = spec.documents + spec.warmup_documents
+    if not 0 <= low < high or high - low < max(needed, 2):
+        raise ValueError(
+            f"vocab range [{low}, {high}) has too few token ids: {needed} documents each need "
+            "a first token of their own"
+        )
+
+
+def _document(spec: WorkloadSpec, name: str, first_id: int) -> tuple[int, ...]:
+    # random.Random seeded by a string hashes it with SHA-512: stable across Python versions and
+    # independent of PYTHONHASHSEED; getrandbits-based choices of ints are stable too.
+    rng = random.Random(f"{spec.seed}/{name}")
+    low, high = spec.vocab
+    return (first_id, *(rng.randrange(low, high) for _ in range(spec.document_tokens - 1)))
+
+
+def _request(
+    spec: WorkloadSpec, phase: Phase, name: str, doc: int, document: tuple[int, ...]
+) -> Request:
+    rng = random.Random(f"{spec.seed}/question/{name}/{doc}")
+    low, high = spec.vocab
+    question = tuple(rng.randrange(low, high) for _ in range(spec.question_tokens))
+    return Request(phase, name, doc, spec.document_tokens, document + question, spec.output_tokens)
