@@ -1,0 +1,320 @@
+"""The journal: one JSON object a request, appended as it happens, and read back strictly.
+
+A journal file belongs to one session. It is created exclusively, each row is one write of one line
+followed by fsync, so a killed run keeps every row it finished. Reading needs no engine.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.counters import CounterError, derive
+from harness.errors import InputError
+
+SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
+
+Tokens = Annotated[int, Field(ge=0)]
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Row(BaseModel):
+    """One request. ``None`` means not measured, never zero; times are client-side unless said."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+    config: str = Field(min_length=1, description="arm: baseline, lmcache or control")
+    pass_name: str = Field(alias="pass", min_length=1, description="walk over the documents")
+    doc: Tokens = Field(description="document number, 0 first")
+    doc_tokens: Tokens = Field(description="tokens of the document, without the question")
+    ttft_ms: Milliseconds | None = Field(
+        description="TTFT: request written on an open connection → first token event received"
+    )
+    total_ms: Milliseconds | None = Field(description="same start → last token event received")
+    schema_version: int = Field(alias="schema", description="version of this record")
+    run: str = Field(description="name of the run folder this row was measured in")
+    session: str = Field(description="one server's life, e.g. 02-lmcache")
+    order: int = Field(ge=1, description="position of the session in the run, 1 first")
+    seq: int = Field(ge=1, description="position of the request in its session, 1 first")
+    phase: Literal["warmup", "measure"] = Field(description="warm-up rows are never summarized")
+    prompt_tokens: Tokens = Field(description="tokens sent; the server's count must agree")
+    output_tokens: Tokens | None = Field(description="tokens the server says it generated")
+    computed: Tokens | None = Field(description="prompt tokens prefilled (local_compute)")
+    gpu_hit: Tokens | None = Field(description="prompt tokens from the GPU tier (local_cache_hit)")
+    host_loaded: Tokens | None = Field(
+        description="prompt tokens from the host tier (external_kv_transfer)"
+    )
+    loaded_bytes: Tokens | None = Field(
+        description="bytes moved host → GPU, whole chunks; null: no host tier"
+    )
+    loaded_source: str | None = Field(
+        description="how loaded_bytes was measured: chunks_loaded_counter or lookup_hits"
+    )
+    stored_tokens: Tokens | None = Field(description="prompt tokens newly stored in the host tier")
+    chunk_tokens: Tokens | None = Field(description="host chunk size in tokens; null: no tier")
+    chunk_bytes: Tokens | None = Field(description="host chunk size in bytes by the model's shape")
+    disagreement: str | None = Field(description="where vLLM's and LMCache's counters contradict")
+    server_ttft_ms: Milliseconds | None = Field(
+        description="vLLM's own queue time + time to first token"
+    )
+    first_byte_ms: Milliseconds | None = Field(description="first byte of the response body")
+    settle_ms: Milliseconds | None = Field(description="wait until every counter was final")
+    conn_reused: bool = Field(description="the request went out on a connection already open")
+    finish_reason: str | None = Field(description="as the server gave it")
+    complete: bool = Field(description="all asked-for tokens, finish_reason and [DONE] arrived")
+    error: str | None = Field(description="why the answer is incomplete")
+    unattributed: str | None = Field(description="why the token sources are null")
+    output_sha256: str | None = Field(description="SHA-256 of the output token ids")
+    counters_before: dict[str, int] | None = Field(description="raw counters before the request")
+    counters_after: dict[str, int] | None = Field(description="raw counters once settled")
+    sent_unix_ns: Tokens = Field(description="wall clock when sent; a label, never subtracted")
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Request key ``(session, pass, doc)``, unique in a run."""
+        return (self.session, self.pass_name, self.doc)
+
+    @property
+    def is_attributed(self) -> bool:
+        """Whether the prompt's token sources were measured."""
+        return self.computed is not None
+
+    def to_json(self) -> str:
+        """The row as one line of JSON without the line end; floats keep full precision."""
+        return dump_json(self.model_dump(by_alias=True))
+
+
+class PredictedRow(BaseModel):
+    """What one request should show, written to ``prediction.jsonl`` before anything is measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+    session: str
+    pass_name: str = Field(alias="pass")
+    doc: Tokens
+    computed: Tokens
+    gpu_hit: Tokens
+    host_loaded: Tokens
+    stored_tokens: Tokens = Field(description="prompt tokens newly stored in the host tier")
+    transferred_bytes: Tokens = Field(description="bytes moved host → GPU, whole chunks")
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Request key ``(session, pass, doc)``."""
+        return (self.session, self.pass_name, self.doc)
+
+    def to_json(self) -> str:
+        """The prediction as one line of JSON."""
+        return dump_json(self.model_dump(by_alias=True))
+
+
+def dump_json(value: Any) -> str:
+    """Strict one-line JSON: ASCII, no NaN or infinity (ValueError)."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False)
+
+
+class JournalWriter:
+    """Appends rows to a new file; a second writer, or an existing file, is refused (InputError)."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        try:
+            self._fd = os.open(path, flags, 0o644)
+        except FileExistsError:
+            raise InputError(
+                f"{path} exists already; a journal is never written twice",
+                hint="use a new run folder, or --resume the run this journal belongs to",
+            ) from None
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def append(self, row: Row) -> None:
+        """Write one row durably: one write, then fsync."""
+        line = (row.to_json() + "\n").encode("ascii")
+        written = os.write(self._fd, line)
+        if written != len(line):
+            raise OSError(f"only {written} of {len(line)} bytes of a journal row were written")
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Release the file."""
+        os.close(self._fd)
+
+    def __enter__(self) -> "JournalWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_journal(path: Path, notes: list[str] | None = None) -> list[Row]:
+    """All rows of one journal, in order.
+
+    An unterminated last line (a killed writer's torn record) is left out and said in ``notes``.
+    Anything else that is not a valid row, a key met twice, or sources that do not follow from the
+    row's own raw counters raises InputError with file, line and field.
+    """
+    rows = []
+    for number, row in _records(path, Row, notes if notes is not None else []):
+        if row.schema_version != SCHEMA:
+            raise InputError(
+                f"{path}, line {number}: schema is {row.schema_version}; this kvcliff reads "
+                f"{SCHEMA}",
+                hint="read it with the kvcliff version that wrote it (manifest.json names it)",
+            )
+        _check_sources(path, number, row)
+        rows.append(row)
+    return rows
+
+
+def read_predictions(path: Path) -> list[PredictedRow]:
+    """All lines of a ``prediction.jsonl``; InputError with file, line and field."""
+    notes: list[str] = []
+    rows = [row for _, row in _records(path, PredictedRow, notes)]
+    if notes:
+        raise InputError(notes[0])
+    return rows
+
+
+Record = TypeVar("Record", Row, PredictedRow)
+
+
+def _records(path: Path, kind: type[Record], notes: list[str]) -> Iterator[tuple[int, Record]]:
+    """Line number and record, each request key once."""
+    first_line: dict[tuple[str, str, int], int] = {}
+    for number, line in read_lines(path, notes):
+        record = load_json(line, where=f"{path}, line {number}")
+        try:
+            row = kind.model_validate(record)
+        except ValidationError as error:
+            raise InputError(f"{path}, line {number}: {describe_invalid(error)}") from None
+        if row.key in first_line:
+            raise InputError(
+                f"{path}, line {number}: request {row.key} was recorded before, "
+                f"in line {first_line[row.key]}"
+            )
+        first_line[row.key] = number
+        yield number, row
+
+
+def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:
+    """Non-blank lines with their numbers, split on LF only; a torn last line goes to ``notes``."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    body, _, tail = content.removeprefix(b"\xef\xbb\xbf").rpartition(b"\n")
+    number = 0
+    for number, line in enumerate(body.split(b"\n") if body else [], start=1):
+        if line.strip():
+            yield number, line
+    if tail:
+        notes.append(
+            f"{path}: the last line ({len(tail)} bytes) has no line end: a record cut short "
+            "by a kill or a full disk; it is left out"
+        )
+
+
+def load_json(text: bytes, *, where: str) -> Any:
+    """Parse strict JSON: no duplicate keys, no NaN or infinity; InputError names ``where``."""
+    try:
+        return json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
+    except RecursionError:
+        raise InputError(f"{where}: JSON nested too deeply") from None
+    except ValueError as error:
+        raise InputError(f"{where}: not valid JSON: {error}") from None
+
+
+def describe_invalid(error: ValidationError) -> str:
+    """First problem of a validation error as ``field: message (got value)``."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or "record"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{field}: {first['msg']}, got {_short(first.get('input'))}{more}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in record if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} appears twice")
+    return record
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number JSON has")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
+def _check_sources(path: Path, number: int, row: Row) -> None:
+    """Refuse a row whose sources do not follow from its raw counters."""
+    if not row.is_attributed:
+        return
+    if row.counters_before is None or row.counters_after is None:
+        raise InputError(f"{path}, line {number}: token sources without the counters they are from")
+    try:
+        measured = derive(
+            row.counters_before,
+            row.counters_after,
+            prompt_tokens=row.prompt_tokens,
+            chunk_tokens=row.chunk_tokens,
+            chunk_bytes=row.chunk_bytes,
+        )
+    except (CounterError, ValueError) as error:
+        raise InputError(f"{path}, line {number}: {error}") from None
+    counted = {
+        "computed": measured.split.computed,
+        "gpu_hit": measured.split.gpu_hit,
+        "host_loaded": measured.split.host_loaded,
+        "stored_tokens": measured.stored_tokens,
+        "loaded_bytes": measured.loaded_bytes,
+    }
+    for field, value in counted.items():
+        if getattr(row, field) != value:
+            raise InputError(
+                f"{path}, line {number}: {field} is {getattr(row, field)}, but the row's own "
+                f"counters say {value}"
+            )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` (UTF-8) in one step; a crash leaves the old file or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """``write_atomically`` of one line each."""
+    write_atomically(path, "".join(line + "\n" for line in lines))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """``write_atomically`` of readable, strict JSON."""
+    write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,72 @@
+"""What machine this is, for the manifest and the doctor: versions, CPU, memory, GPUs."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def machine_facts() -> dict[str, Any]:
+    """Facts of this machine and of the checkout the code runs from; None where unknown."""
+    return {
+        "kvcliff": _kvcliff_version(),
+        "git_revision": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+        "python": platform.python_version(),
+        "os": f"{platform.system()} {platform.release()}",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average_at_start": os.getloadavg()[0],
+        "gpus": gpu_names(),
+    }
+
+
+def _kvcliff_version() -> str:
+    try:
+        return version("kvcliff")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _git(*words: str) -> str | None:
+    """One git answer about the checkout this code runs from; None outside a checkout."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *words],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def gpu_names() -> list[str] | None:
+    """Names of the NVIDIA GPUs nvidia-smi lists; None when it does not answer."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

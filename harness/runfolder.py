@@ -1,0 +1,80 @@
+"""The run folder: where the files of one run are, and its manifest."""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import InputError
+from harness.journal import Row, read_journal, write_json
+
+PLAN_FILE = "plan.toml"
+LEDGER_FILE = "processes.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths inside ``results/<UTC>-<plan id>/``."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The folder's own name; the field ``run`` of its rows."""
+        return self.path.name
+
+    def journal(self, session: str) -> Path:
+        """The journal of the session called ``session``."""
+        return self.path / f"journal-{session}.jsonl"
+
+    def journals(self) -> list[Path]:
+        """Every journal there is, in session order."""
+        return sorted(self.path.glob("journal-*.jsonl"))
+
+    @property
+    def ledger(self) -> Path:
+        """Which processes the run started and ended."""
+        return self.path / LEDGER_FILE
+
+    def rows(self, notes: list[str] | None = None) -> list[Row]:
+        """Every row of every journal, in session order; torn last lines are said in ``notes``."""
+        return [row for path in self.journals() for row in read_journal(path, notes)]
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for one writer; InputError when another process measures it already."""
+        with (self.path / PLAN_FILE).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"{self.path} is being measured by another process",
+                    hint="wait for it to end",
+                ) from None
+            yield
+
+    def note_session(self, session: str, facts: dict[str, Any]) -> None:
+        """Add ``facts`` to what the manifest knows of a session."""
+        manifest = self.read_manifest()
+        manifest["sessions"].setdefault(session, {}).update(facts)
+        self.write_manifest(manifest)
+
+    def read_manifest(self) -> dict[str, Any]:
+        """The manifest of a run; InputError when it is missing or not JSON."""
+        path = self.path / "manifest.json"
+        try:
+            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(
+                f"{self.path} is not a run folder: no readable manifest.json ({error.strerror})"
+            ) from None
+        except ValueError as error:
+            raise InputError(f"{path}: not valid JSON: {error}") from None
+        return manifest
+
+    def write_manifest(self, manifest: dict[str, Any]) -> None:
+        """Replace the manifest in one step."""
+        write_json(self.path / "manifest.json", manifest)

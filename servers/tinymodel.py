@@ -1,0 +1,168 @@
+"""A small Qwen3 model of seeded random weights, so that real engines run anywhere, offline.
+
+Sizes: 12,288 bytes of KV per token (float32), which puts a host load and a GPU hit clearly apart
+from recomputation on a CPU. Weights are drawn with a standard deviation that makes the outputs
+depend on the prompt: with vLLM's dummy weights (about 1e-3) every log-probability is -ln(vocab) and
+"the arms answer alike" would prove nothing.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+VOCAB_SIZE: Final = 512
+WEIGHT_SEED: Final = 20260101
+# 0.08: measured with vLLM 0.32 on these sizes, 13-16 distinct greedy tokens of 16 and a first-token
+# log-probability that moves by 0.08-1.06 with the document, against 8e-6 of float32 noise.
+WEIGHT_STD: Final = 0.08
+
+CONFIG: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 384,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 6,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_sliding_window": False,
+    "vocab_size": VOCAB_SIZE,
+}
+
+
+def write_tiny_model(folder: Path) -> Path:
+    """The model's own folder below ``folder``, written if it is not there yet.
+
+    Its name carries a hash of everything that shapes the content, so a changed recipe never meets
+    an old file. The folder appears whole or not at all; two processes may write it at once.
+    Raises OSError when ``folder`` cannot be written.
+    """
+    final = folder / f"tiny-qwen3-{recipe_version()}"
+    if final.is_dir():
+        return final
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".tiny-", dir=folder))
+    try:
+        _write_files(draft)
+        # mkdtemp made it private; the model is no secret and a second user may share the cache.
+        draft.chmod(0o755)
+        try:
+            draft.rename(final)
+        except OSError:
+            # Another process finished first: renaming onto its non-empty folder fails.
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return final
+
+
+def recipe_version() -> str:
+    """Twelve hex digits over configuration, tokenizer and the way the weights are drawn."""
+    recipe = {
+        "config": CONFIG,
+        "tokenizer": tokenizer_json(),
+        "tokenizer_config": _tokenizer_config(),
+        "weights": ["numpy PCG64 standard_normal float32", WEIGHT_SEED, WEIGHT_STD],
+    }
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def token_text(token_id: int) -> str:
+    """The visible ASCII word of one token id: ``t000`` … ``t511``."""
+    return f"t{token_id:03d}"
+
+
+def tokenizer_json() -> dict[str, Any]:
+    """A word-level ``tokenizer.json``: every token is visible ASCII and decodes by itself.
+
+    A byte-level vocabulary would make most random tokens halves of UTF-8 characters, whose first
+    stream events carry no text, so a client could see the first token too late. No token is
+    "special", because special tokens are left out of the text.
+    """
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {token_text(i): i for i in range(VOCAB_SIZE)},
+            "unk_token": token_text(0),
+        },
+    }
+
+
+def _tokenizer_config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONFIG["max_position_embeddings"],
+    }
+
+
+def _write_files(folder: Path) -> None:
+    for name, content in (
+        ("config.json", CONFIG),
+        ("tokenizer.json", tokenizer_json()),
+        ("tokenizer_config.json", _tokenizer_config()),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    for path in folder.iterdir():
+        # A crash after the rename must not leave a complete-looking folder of empty files.
+        path.chmod(0o644)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _weights() -> dict[str, npt.NDArray[np.float32]]:
+    hidden, inter = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    q_dim = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
+    kv_dim = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+    rng = np.random.Generator(np.random.PCG64(WEIGHT_SEED))
+
+    def drawn(rows: int, columns: int) -> npt.NDArray[np.float32]:
+        return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(WEIGHT_STD)
+
+    def ones(size: int) -> npt.NDArray[np.float32]:
+        return np.ones(size, dtype=np.float32)
+
+    weights = {"model.embed_tokens.weight": drawn(VOCAB_SIZE, hidden)}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        weights |= {
+            f"{at}.input_layernorm.weight": ones(hidden),
+            f"{at}.self_attn.q_proj.weight": drawn(q_dim, hidden),
+            f"{at}.self_attn.k_proj.weight": drawn(kv_dim, hidden),
+            f"{at}.self_attn.v_proj.weight": drawn(kv_dim, hidden),
+            f"{at}.self_attn.o_proj.weight": drawn(hidden, q_dim),
+            f"{at}.self_attn.q_norm.weight": ones(CONFIG["head_dim"]),
+            f"{at}.self_attn.k_norm.weight": ones(CONFIG["head_dim"]),
+            f"{at}.post_attention_layernorm.weight": ones(hidden),
+            f"{at}.mlp.gate_proj.weight": drawn(inter, hidden),
+            f"{at}.mlp.up_proj.weight": drawn(inter, hidden),
+            f"{at}.mlp.down_proj.weight": drawn(hidden, inter),
+        }
+    weights["model.norm.weight"] = ones(hidden)
+    weights["lm_head.weight"] = drawn(VOCAB_SIZE, hidden)
+    return weights

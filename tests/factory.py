@@ -1,0 +1,102 @@
+"""Rows, predictions and run folders for tests, valid unless a test says otherwise."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from harness.journal import PredictedRow, Row
+from harness.plan import Plan, parse_plan
+
+PLAN_TOML = """
+schema = 1
+name = "two-docs"
+order = ["baseline", "lmcache", "lmcache", "baseline"]
+[workload]
+documents = 2
+document_tokens = 512
+question_tokens = 8
+output_tokens = 2
+passes = ["fwd", "fwd"]
+warmup_documents = 1
+seed = 1
+vocab = [64, 448]
+[server]
+build = "fake"
+dtype = "float32"
+block_size = 32
+num_gpu_blocks = 34
+max_num_batched_tokens = 1024
+max_model_len = 1024
+[host]
+gib = 0.1
+"""
+
+
+def make_plan(**replaced: str) -> Plan:
+    """The plan above with some of its lines replaced: ``key = "key = value"`` by key."""
+    lines = [
+        replaced.get(line.split(" = ")[0].strip(), line) for line in PLAN_TOML.strip().splitlines()
+    ]
+    return parse_plan("\n".join(lines).encode(), where="plan.toml")
+
+
+def make_record(**changed: Any) -> dict[str, Any]:
+    """A valid journal record: a complete, attributed baseline request of 520 prompt tokens."""
+    computed = changed.get("computed", 520)
+    gpu_hit = changed.get("gpu_hit", 0)
+    host_loaded = changed.get("host_loaded", 0)
+    after = {
+        "finished": 1,
+        "preemptions": 0,
+        "prompt_computed": computed or 0,
+        "prompt_gpu_hit": gpu_hit or 0,
+        "prompt_host_loaded": host_loaded or 0,
+    }
+    record = {
+        "config": "baseline", "pass": "pass1-cold", "doc": 0, "doc_tokens": 512,
+        "ttft_ms": 100.0, "total_ms": 110.0, "schema": 1, "run": "r", "session": "01-baseline",
+        "order": 1, "seq": 2, "phase": "measure", "prompt_tokens": 520, "output_tokens": 2,
+        "computed": computed, "gpu_hit": gpu_hit, "host_loaded": host_loaded,
+        "loaded_bytes": None, "loaded_source": None, "stored_tokens": None,
+        "chunk_tokens": None, "chunk_bytes": None, "disagreement": None,
+        "server_ttft_ms": 99.0, "first_byte_ms": 99.5, "settle_ms": 20.0, "conn_reused": True,
+        "finish_reason": "length", "complete": True, "error": None, "unattributed": None,
+        "output_sha256": "aa", "counters_before": dict.fromkeys(after, 0),
+        "counters_after": after, "sent_unix_ns": 1,
+    }  # fmt: skip
+    return {**record, **changed}
+
+
+def make_row(**changed: Any) -> Row:
+    """``make_record`` as a Row."""
+    return Row.model_validate(make_record(**changed))
+
+
+def failed(**changed: Any) -> dict[str, Any]:
+    """A failed request's record: kept, with null times."""
+    return make_record(
+        **{"ttft_ms": None, "total_ms": None, "complete": False, "error": "boom", **changed}
+    )
+
+
+def make_prediction(row: Row, **changed: Any) -> PredictedRow:
+    """A prediction that ``row`` meets exactly, unless changed."""
+    return PredictedRow.model_validate(
+        {
+            "session": row.session,
+            "pass": row.pass_name,
+            "doc": row.doc,
+            "computed": row.computed or 0,
+            "gpu_hit": row.gpu_hit or 0,
+            "host_loaded": row.host_loaded or 0,
+            "stored_tokens": row.stored_tokens or 0,
+            "transferred_bytes": row.loaded_bytes or 0,
+            **changed,
+        }
+    )
+
+
+def write_journal(path: Path, *records: dict[str, Any]) -> Path:
+    """A journal file of ``records`` as they are, valid or not."""
+    path.write_bytes(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+    return path

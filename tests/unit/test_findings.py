@@ -1,0 +1,224 @@
+from typing import Any
+
+from harness.findings import Finding, find, has_failed
+from harness.journal import PredictedRow, Row
+from harness.reconcile import Reconciliation, join
+from tests.factory import failed, make_plan, make_prediction, make_row
+
+SESSIONS = ("01-baseline", "02-lmcache")
+FACTS = {
+    "vllm_version": "0.32.0",
+    "lmcache_version": "0.5.6",
+    "block_size": 32,
+    "num_gpu_blocks": 34,
+}
+
+
+def tier_row(**changed: Any) -> Row:
+    """A row of session 02-lmcache: 512 tokens loaded from the host."""
+    common = {"session": "02-lmcache", "order": 2, "config": "lmcache", "pass": "pass2-replay"}
+    return make_row(
+        **{
+            **common, "computed": 8, "host_loaded": 512, "loaded_bytes": 512, "stored_tokens": 512,
+            **changed,
+        }
+    )  # fmt: skip
+
+
+def sound_rows() -> list[Row]:
+    return [
+        make_row(),
+        make_row(**{"pass": "pass2-replay"}, output_sha256="bb"),
+        tier_row(output_sha256="bb"),
+    ]
+
+
+def run_of(
+    rows: list[Row],
+    *,
+    predictions: list[PredictedRow] | None = None,
+    facts: dict[str, dict[str, Any]] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Reconciliation:
+    expected = predictions or [make_prediction(row) for row in rows]
+    sessions = {name: {"facts": FACTS} for name in SESSIONS} if facts is None else facts
+    requests = join(
+        [p.key for p in expected], {r.key: r for r in rows}, {p.key: p for p in expected}
+    )
+    return Reconciliation("run", make_plan(), {"sessions": sessions}, requests, notes)
+
+
+def codes(run: Reconciliation) -> list[str]:
+    return [finding.code for finding in find(run)]
+
+
+def the_finding(run: Reconciliation) -> Finding:
+    (finding,) = find(run)
+    return finding
+
+
+def test_a_sound_run_has_no_findings() -> None:
+    assert find(run_of(sound_rows())) == []
+
+
+def test_every_finding_names_numbers_cause_and_remedy_and_errors_come_first() -> None:
+    rows = [make_row(conn_reused=False), tier_row(host_loaded=0, computed=520, loaded_bytes=0)]
+    findings = find(run_of(rows, notes=("j.jsonl: torn",)))
+    assert len(findings) >= 3
+    assert all(f.message and f.cause and f.remedy for f in findings)
+    severities = [f.severity for f in findings]
+    assert severities == sorted(severities, key=lambda s: s != "error")
+
+
+def test_a_residual_of_one_token_is_an_error_that_names_request_and_size() -> None:
+    rows = sound_rows()
+    predictions = [make_prediction(row) for row in rows]
+    predictions[2] = make_prediction(rows[2], computed=7, host_loaded=513)
+    finding = the_finding(run_of(rows, predictions=predictions))
+    assert finding.code == "residual"
+    assert "02-lmcache/pass2-replay/0: computed +1, host_loaded -1" in finding.message
+
+
+def test_bytes_that_are_not_the_predicted_whole_chunks_are_a_residual() -> None:
+    rows = sound_rows()
+    predictions = [make_prediction(row) for row in rows]
+    predictions[2] = make_prediction(rows[2], transferred_bytes=1024)
+    assert "loaded_bytes -512" in the_finding(run_of(rows, predictions=predictions)).message
+
+
+def test_a_missing_row_is_an_error() -> None:
+    # A70: delete one row; planned = recorded + missing.
+    rows = sound_rows()
+    finding = the_finding(run_of(rows[:1] + rows[2:], predictions=[*map(make_prediction, rows)]))
+    assert finding.code == "missing-requests"
+    assert "1 of 3 planned" in finding.message
+    assert finding.severity == "error"
+
+
+def test_a_missing_arm_is_an_error() -> None:
+    # A70: delete one arm.
+    rows = sound_rows()
+    assert codes(run_of(rows[:2], predictions=[*map(make_prediction, rows)])) == [
+        "missing-requests"
+    ]
+
+
+def test_a_row_nobody_planned_is_an_error() -> None:
+    rows = sound_rows()
+    run = run_of([*rows, make_row(doc=9)], predictions=[*map(make_prediction, rows)])
+    assert codes(run) == ["unplanned-requests"]
+
+
+def test_a_failed_request_is_an_error_with_the_servers_own_words() -> None:
+    rows = [*sound_rows(), Row.model_validate(failed(doc=1))]
+    finding = the_finding(run_of(rows))
+    assert finding.code == "failed-requests"
+    assert "boom" in finding.message
+
+
+def test_a_request_without_sources_is_an_error_not_a_zero() -> None:
+    # A26
+    row = make_row(computed=None, gpu_hit=None, host_loaded=None, unattributed="HTTP 500", doc=1)
+    finding = the_finding(run_of([*sound_rows(), row]))
+    assert finding.code == "unattributed-requests"
+    assert "HTTP 500" in finding.message
+
+
+def test_a_tier_that_stored_nothing_is_an_error() -> None:
+    # A42: the server answers all the same.
+    rows = [*sound_rows()[:2], tier_row(stored_tokens=0, output_sha256="bb")]
+    assert codes(run_of(rows)) == ["tier-off"]
+
+
+def test_a_tier_that_loaded_nothing_when_loads_were_due_is_an_error() -> None:
+    # A36, A42
+    rows = sound_rows()
+    rows[2] = tier_row(computed=520, host_loaded=0, loaded_bytes=0, output_sha256="bb")
+    predictions = [make_prediction(row) for row in sound_rows()]
+    assert "tier-off" in codes(run_of(rows, predictions=predictions))
+
+
+def test_a_baseline_that_loaded_from_a_host_tier_is_an_error() -> None:
+    row = make_row(
+        **{"pass": "pass2-replay"}, computed=8, host_loaded=512, doc=1, output_sha256="cc"
+    )
+    assert "baseline-used-host" in codes(run_of([*sound_rows(), row]))
+
+
+def test_a_first_time_prompt_that_hits_a_cache_is_an_error() -> None:
+    # A47
+    row = make_row(computed=488, gpu_hit=32, doc=1, output_sha256="cc")
+    assert codes(run_of([*sound_rows(), row])) == ["cold-hits"]
+
+
+def test_outputs_that_differ_between_arms_are_an_error() -> None:
+    rows = sound_rows()
+    rows[2] = tier_row(output_sha256="other")
+    finding = the_finding(run_of(rows))
+    assert finding.code == "outputs-differ"
+    assert "1 of 2 prompts" in finding.message
+
+
+def test_outputs_that_never_vary_prove_nothing() -> None:
+    rows = [row.model_copy(update={"output_sha256": "same"}) for row in sound_rows()]
+    assert codes(run_of(rows)) == ["outputs-constant"]
+
+
+def test_arms_with_different_kv_capacity_are_an_error_naming_both() -> None:
+    # A43, A57
+    facts = {
+        "01-baseline": {"facts": FACTS},
+        "02-lmcache": {"facts": {**FACTS, "num_gpu_blocks": 30}},
+    }
+    finding = the_finding(run_of(sound_rows(), facts=facts))
+    assert finding.code == "servers-differ"
+    assert "01-baseline 34, 02-lmcache 30" in finding.message
+
+
+def test_the_controls_larger_gpu_tier_is_not_a_difference() -> None:
+    facts = {
+        "01-baseline": {"facts": FACTS},
+        "05-control": {"facts": {**FACTS, "num_gpu_blocks": 99}},
+    }
+    assert codes(run_of(sound_rows(), facts=facts)) == []
+
+
+def test_an_engine_upgraded_between_sessions_is_an_error() -> None:
+    facts = {
+        "01-baseline": {"facts": FACTS},
+        "02-lmcache": {"facts": {**FACTS, "vllm_version": "0.33.0"}},
+    }
+    assert codes(run_of(sound_rows(), facts=facts)) == ["servers-differ"]
+
+
+def test_a_plan_that_can_show_no_effect_is_a_warning_only() -> None:
+    # A43: nothing to load in the tier arm.
+    rows = [
+        *sound_rows()[:2],
+        tier_row(computed=8, gpu_hit=512, host_loaded=0, loaded_bytes=0, output_sha256="bb"),
+    ]
+    run = run_of(rows)
+    assert codes(run) == ["no-effect-possible"]
+    assert not has_failed(find(run))
+
+
+def test_a_control_that_loads_from_the_host_is_a_warning() -> None:
+    row = tier_row(session="05-control", order=5, config="control", output_sha256="bb")
+    assert codes(run_of([*sound_rows(), row])) == ["control-too-small"]
+
+
+def test_a_client_ttft_below_the_servers_is_a_warning() -> None:
+    rows = [*sound_rows(), make_row(doc=1, ttft_ms=50.0, server_ttft_ms=99.0, output_sha256="cc")]
+    assert codes(run_of(rows)) == ["clocks-disagree"]
+
+
+def test_ledgers_that_contradict_each_other_are_an_error() -> None:
+    rows = sound_rows()
+    rows[2] = tier_row(disagreement="vLLM says 512, LMCache 256", output_sha256="bb")
+    assert codes(run_of(rows)) == ["ledgers-disagree"]
+
+
+def test_a_torn_journal_is_said() -> None:
+    assert codes(run_of(sound_rows(), notes=("j.jsonl: the last line has no line end",))) == [
+        "torn-journal"
+    ]

@@ -1,0 +1,217 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.errors import InputError
+from harness.journal import JournalWriter, load_json, read_journal, write_atomically
+from tests.factory import failed, make_record, make_row, write_journal
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    rows = [make_row(seq=1), make_row(seq=2, doc=1, ttft_ms=0.1 + 0.2)]
+    with JournalWriter(tmp_path / "j.jsonl") as journal:
+        for row in rows:
+            journal.append(row)
+    assert read_journal(tmp_path / "j.jsonl") == rows
+
+
+def test_a_row_starts_with_the_six_lab_fields() -> None:
+    fields = list(json.loads(make_row().to_json()))
+    assert fields[:6] == ["config", "pass", "doc", "doc_tokens", "ttft_ms", "total_ms"]
+
+
+def test_an_existing_journal_is_never_written_again(tmp_path: Path) -> None:
+    path = write_journal(tmp_path / "j.jsonl", make_record())
+    with pytest.raises(InputError, match="exists already"):
+        JournalWriter(path)
+    assert len(read_journal(path)) == 1
+
+
+def test_a_row_is_on_disk_when_append_returns_even_if_the_writer_is_killed(tmp_path: Path) -> None:
+    # A72-style: SIGKILL right after append; nothing is flushed by an orderly exit.
+    path = tmp_path / "j.jsonl"
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from harness.journal import JournalWriter; from tests.factory import make_row\n"
+        "journal = JournalWriter(Path(sys.argv[1])); journal.append(make_row())\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=60)
+    assert done.returncode == -9
+    assert read_journal(path) == [make_row()]
+
+
+def test_a_torn_last_line_is_left_out_and_said_wherever_it_is_cut(tmp_path: Path) -> None:
+    # A61: truncate at every byte of the last record.
+    whole = write_journal(tmp_path / "j.jsonl", make_record(), make_record(doc=1)).read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in range(first + 1, len(whole)):
+        (tmp_path / "j.jsonl").write_bytes(whole[:end])
+        notes: list[str] = []
+        assert [row.doc for row in read_journal(tmp_path / "j.jsonl", notes)] == [0]
+        assert len(notes) == 1
+        assert f"{end - first} bytes" in notes[0]
+
+
+def test_damage_before_the_last_line_is_an_error_with_its_line(tmp_path: Path) -> None:
+    # A62: garbage in line 2 of 3.
+    path = tmp_path / "j.jsonl"
+    good = [json.dumps(make_record(doc=doc)).encode() for doc in (0, 1)]
+    path.write_bytes(good[0] + b"\n{garbage\n" + good[1] + b"\n")
+    with pytest.raises(InputError, match="line 2: not valid JSON"):
+        read_journal(path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400"])
+def test_numbers_json_does_not_have_are_rejected(tmp_path: Path, number: str) -> None:
+    # A63
+    text = json.dumps(make_record()).replace('"ttft_ms": 100.0', f'"ttft_ms": {number}')
+    (tmp_path / "j.jsonl").write_text(text + "\n")
+    with pytest.raises(InputError, match="line 1"):
+        read_journal(tmp_path / "j.jsonl")
+
+
+def test_a_number_json_does_not_have_cannot_be_written() -> None:
+    # A63: the row itself refuses it, so no file can hold it.
+    with pytest.raises(ValueError, match="ttft_ms"):
+        make_row(ttft_ms=float("nan"))
+
+
+def test_line_separators_in_an_error_text_survive_any_locale(tmp_path: Path) -> None:
+    # A64: U+2028, U+0085, VT and a non-ASCII letter inside one string, written under LANG=C.
+    code = (
+        "import sys; from pathlib import Path; from harness.journal import JournalWriter\n"
+        "from tests.factory import make_row\n"
+        "with JournalWriter(Path(sys.argv[1])) as journal:\n"
+        "    journal.append(make_row(error='a\\u2028b\\u0085c\\x0bd\\u00e9'))"
+    )
+    path = tmp_path / "j.jsonl"
+    env = {**os.environ, "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, env=env, check=True)
+    assert path.read_bytes().count(b"\n") == 1
+    assert read_journal(path)[0].error == "a\u2028b\u0085c\x0bd\u00e9"
+
+
+def test_a_byte_order_mark_and_crlf_line_ends_are_read(tmp_path: Path) -> None:
+    # A64
+    content = b"\xef\xbb\xbf" + json.dumps(make_record()).encode() + b"\r\n\r\n"
+    (tmp_path / "j.jsonl").write_bytes(content)
+    assert read_journal(tmp_path / "j.jsonl") == [make_row()]
+
+
+def test_the_same_request_twice_is_an_error_with_both_lines(tmp_path: Path) -> None:
+    # A65
+    path = write_journal(tmp_path / "j.jsonl", make_record(), make_record())
+    with pytest.raises(InputError, match=r"line 2: request .* was recorded before, in line 1"):
+        read_journal(path)
+
+
+def test_a_second_writer_is_refused_while_the_first_writes_a_thousand_long_rows(
+    tmp_path: Path,
+) -> None:
+    # A66: rows of 8 KiB, one write each; the second process cannot even open the file.
+    path = tmp_path / "j.jsonl"
+    code = (
+        "import sys; from pathlib import Path; from harness.journal import JournalWriter\n"
+        "JournalWriter(Path(sys.argv[1]))"
+    )
+    with JournalWriter(path) as journal:
+        journal.append(make_row(doc=0))
+        second = subprocess.run(
+            [sys.executable, "-c", code, str(path)], timeout=60, capture_output=True, text=True
+        )
+        for doc in range(1, 1000):
+            journal.append(make_row(doc=doc, error="x" * 8192))
+    assert second.returncode != 0
+    assert "exists already" in second.stderr
+    assert [row.doc for row in read_journal(path)] == list(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("doc", True),
+        ("doc", "0"),
+        ("doc", 0.0),
+        ("doc", -1),
+        ("ttft_ms", "100"),
+        ("ttft_ms", True),
+        ("ttft_ms", -0.5),
+        ("complete", 1),
+        ("config", ""),
+        ("config", None),
+        ("phase", "Measure"),
+        ("unknown_field", 1),
+        ("counters_after", [1]),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_range_is_named(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    # A71
+    path = write_journal(
+        tmp_path / "j.jsonl", make_record(), make_record(**{"doc": 1, field: value})
+    )
+    with pytest.raises(InputError, match=f"line 2: {field}"):
+        read_journal(path)
+
+
+def test_a_missing_field_is_named(tmp_path: Path) -> None:
+    # A71
+    record = make_record()
+    del record["settle_ms"]
+    with pytest.raises(InputError, match="line 1: settle_ms: Field required"):
+        read_journal(write_journal(tmp_path / "j.jsonl", record))
+
+
+def test_a_key_given_twice_in_a_record_is_rejected(tmp_path: Path) -> None:
+    # A71: the last one would win silently.
+    text = json.dumps(make_record()).replace('"doc": 0', '"doc": 0, "doc": 1')
+    (tmp_path / "j.jsonl").write_text(text + "\n")
+    with pytest.raises(InputError, match="'doc' appears twice"):
+        read_journal(tmp_path / "j.jsonl")
+
+
+def test_a_record_of_another_schema_says_what_to_do(tmp_path: Path) -> None:
+    path = write_journal(tmp_path / "j.jsonl", make_record(schema=2))
+    with pytest.raises(InputError, match="schema is 2; this kvcliff reads 1") as caught:
+        read_journal(path)
+    assert caught.value.hint is not None
+    assert "manifest.json" in caught.value.hint
+
+
+def test_sources_that_do_not_follow_from_the_rows_own_counters_are_refused(tmp_path: Path) -> None:
+    record = make_record()
+    record["computed"], record["gpu_hit"] = 500, 20  # sums to the prompt, but is not what was read
+    with pytest.raises(InputError, match=r"computed is 500, but the row's own counters say 520"):
+        read_journal(write_journal(tmp_path / "j.jsonl", record))
+
+
+def test_a_failed_row_is_kept_with_null_times(tmp_path: Path) -> None:
+    row = read_journal(write_journal(tmp_path / "j.jsonl", failed()))[0]
+    assert (row.complete, row.ttft_ms, row.error) == (False, None, "boom")
+
+
+def test_deep_nesting_is_an_error_not_a_crash() -> None:
+    with pytest.raises(InputError, match=r"nested too deeply|not valid JSON"):
+        load_json(b"[" * 100_000, where="line 1")
+
+
+def test_an_interrupted_replacement_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+
+    def full(_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]

@@ -1,0 +1,309 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.predict import Prediction, Predictor, TierSpec, predict
+from sim.workload import WorkloadSpec, build_workload
+
+# Blocks of 4 tokens, chunks of 8; room for everything unless a test says otherwise.
+TIERS = TierSpec(
+    block_size=4, num_gpu_blocks=101, max_num_batched_tokens=1000, host_chunks=100, chunk_tokens=8
+)
+GPU_ONLY = replace(TIERS, host_chunks=None)
+
+
+def doc(name: int, n_tokens: int) -> list[int]:
+    """A prompt of ``n_tokens`` that shares no block with one of another name."""
+    return [1000 * name + i for i in range(n_tokens)]
+
+
+def sources(prediction: Prediction) -> tuple[int, int, int]:
+    split = prediction.split
+    return split.computed, split.gpu_hit, split.host_loaded
+
+
+def chunks(prediction: Prediction) -> tuple[int, int, int]:
+    return prediction.hit_chunks, prediction.loaded_chunks, prediction.stored_chunks
+
+
+# --- the recorded run (SEMANTICS section 2)
+
+
+def recorded_run() -> dict[tuple[str, int], Prediction]:
+    spec = WorkloadSpec(
+        documents=8,
+        document_tokens=3000,
+        question_tokens=20,
+        output_tokens=2,
+        passes=("fwd", "fwd", "rev"),
+        warmup_documents=0,
+        seed=1,
+        vocab=(0, 30_000),
+    )
+    tiers = TierSpec(
+        block_size=32, num_gpu_blocks=600, max_num_batched_tokens=4096, host_chunks=1000
+    )
+    requests = build_workload(spec).requests
+    return dict(zip([r.key for r in requests], predict(requests, tiers), strict=True))
+
+
+def test_the_recorded_run_is_reproduced_to_the_token():
+    split = {key: sources(p) for key, p in recorded_run().items()}
+    assert split == {
+        **{("pass1-cold", d): (3020, 0, 0) for d in range(8)},
+        **{("pass2-replay", d): (204, 0, 2816) for d in range(8)},
+        **{("pass3-reverse", d): (44, 2976, 0) for d in range(2, 8)},
+        ("pass3-reverse", 1): (204, 896, 1920),
+        ("pass3-reverse", 0): (204, 0, 2816),
+    }
+
+
+def test_the_recorded_run_moves_whole_chunks_more_than_the_tokens_counted():
+    run = recorded_run()
+    assert sum(p.stored_chunks for p in run.values()) == 88  # 8 documents of 11 chunks, once
+    # 1,920 tokens counted, but 11 - floor(896 / 256) = 8 chunks, 2,048 tokens, moved.
+    assert chunks(run["pass3-reverse", 1]) == (11, 8, 0)
+    assert chunks(run["pass3-reverse", 7]) == (11, 0, 0)  # looked up, not loaded
+
+
+# --- GPU rules
+
+
+def test_a_prompt_seen_before_reuses_its_full_blocks_only():
+    server = Predictor(GPU_ONLY)
+    server.request(doc(1, 10), 1)
+    assert sources(server.request(doc(1, 10), 1)) == (2, 8, 0)
+
+
+@pytest.mark.parametrize(("n_tokens", "hit"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_a_fully_cached_aligned_prompt_loses_a_whole_block(n_tokens, hit):
+    server = Predictor(GPU_ONLY)
+    server.request(doc(1, n_tokens), 1)
+    assert sources(server.request(doc(1, n_tokens), 1)) == (n_tokens - hit, hit, 0)
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "n_out", "n_blocks"), [(4, 1, 1), (4, 2, 2), (5, 4, 2), (5, 5, 3)]
+)
+def test_a_request_needs_blocks_for_all_but_its_last_token(n_prompt, n_out, n_blocks):
+    Predictor(replace(GPU_ONLY, num_gpu_blocks=n_blocks + 1)).request(doc(1, n_prompt), n_out)
+    if n_blocks > 1:
+        with pytest.raises(ValueError, match=f"needs {n_blocks} blocks of 4; {n_blocks - 1} of"):
+            Predictor(replace(GPU_ONLY, num_gpu_blocks=n_blocks)).request(doc(1, n_prompt), n_out)
+
+
+def test_generated_tokens_are_reused_when_the_next_prompt_repeats_them():
+    server = Predictor(GPU_ONLY)
+    # 5 + 4 - 1 = 8 slots: the second block ends in the third generated token.
+    server.request(doc(1, 5), 4, output_ids=[51, 52, 53, 54])
+    assert sources(server.request([*doc(1, 5), 51, 52, 53, 54, 6], 1)) == (2, 8, 0)
+
+
+def test_the_last_generated_token_is_never_cached():
+    server = Predictor(GPU_ONLY)
+    server.request(doc(1, 5), 3, output_ids=[51, 52, 53])  # 7 slots: one full block
+    assert sources(server.request([*doc(1, 5), 51, 52, 53, 6], 1)) == (5, 4, 0)
+
+
+def test_generated_tokens_not_given_are_never_reused_but_hold_their_blocks():
+    tiers = replace(GPU_ONLY, num_gpu_blocks=4)
+    server = Predictor(tiers)
+    server.request(doc(1, 5), 8)  # 12 slots: all 3 blocks full and hashed
+    assert len(server.gpu.hashed()) == 3
+    assert sources(server.request(doc(1, 12), 1)) == (8, 4, 0)
+
+
+def test_the_free_rule_of_older_vllm_predicts_another_hit():
+    # 3 usable blocks. A holds 2 (one full), C 1 (partial), D 2 (one full), then A again.
+    # >= 0.24: C and D reuse A's partial block and the unused one, A's full block survives.
+    # <= 0.23: C takes the unused block and queues it behind A's, so D evicts both of A's.
+    def a_again(hashless_first: bool) -> tuple[int, int, int]:
+        server = Predictor(replace(GPU_ONLY, num_gpu_blocks=4, hashless_first=hashless_first))
+        for prompt in (doc(1, 6), doc(2, 3), doc(3, 6)):
+            server.request(prompt, 1)
+        return sources(server.request(doc(1, 6), 1))
+
+    assert a_again(True) == (2, 4, 0)
+    assert a_again(False) == (6, 0, 0)
+
+
+# --- host rules
+
+
+def evict_gpu(server: Predictor) -> None:
+    """Fill the GPU pool with one unrelated prompt; its chunks at the host do no harm."""
+    n_tokens = server.gpu.usable * 4
+    server.request(doc(99, n_tokens), 1)
+
+
+def test_without_a_host_tier_nothing_is_loaded_stored_or_resident():
+    server = Predictor(GPU_ONLY)
+    assert chunks(server.request(doc(1, 40), 1)) == (0, 0, 0)
+    assert (server.resident_chunks, server.evicted_chunks) == (0, 0)
+
+
+@pytest.mark.parametrize(("n_tokens", "stored"), [(7, 0), (8, 1), (9, 1), (15, 1), (16, 2)])
+def test_only_full_prompt_chunks_are_stored(n_tokens, stored):
+    server = Predictor(TIERS)
+    assert chunks(server.request(doc(1, n_tokens), 8)) == (0, 0, stored)
+    assert server.resident_chunks == stored
+
+
+def test_a_prompt_evicted_from_the_gpu_is_loaded_from_the_host_up_to_its_last_full_chunk():
+    server = Predictor(TIERS)
+    server.request(doc(1, 22), 1)
+    evict_gpu(server)
+    prediction = server.request(doc(1, 22), 1)
+    assert sources(prediction) == (6, 0, 16)
+    assert chunks(prediction) == (2, 2, 0)
+
+
+def test_a_full_host_hit_computes_one_token_where_a_full_gpu_hit_computes_a_block():
+    server = Predictor(TIERS)
+    server.request(doc(1, 16), 1)
+    assert sources(server.request(doc(1, 16), 1)) == (1, 12, 3)  # GPU 3 blocks, host the rest
+    evict_gpu(server)
+    assert sources(server.request(doc(1, 16), 1)) == (1, 0, 15)
+    only_gpu = Predictor(GPU_ONLY)
+    only_gpu.request(doc(1, 16), 1)
+    assert sources(only_gpu.request(doc(1, 16), 1)) == (4, 12, 0)
+
+
+def test_a_partial_gpu_hit_inside_a_chunk_still_moves_that_whole_chunk():
+    server = Predictor(replace(TIERS, num_gpu_blocks=6))
+    server.request(doc(1, 17), 1)  # all 5 usable blocks, 4 of them full; 2 chunks stored
+    server.request(doc(2, 13), 1)  # 4 blocks: all but document 1's first, the last to be evicted
+    prediction = server.request(doc(1, 17), 1)
+    assert sources(prediction) == (1, 4, 12)
+    assert chunks(prediction) == (2, 2, 0)  # both chunks, 16 tokens, for 12 counted
+
+
+def test_what_the_host_loads_is_cached_on_the_gpu_like_what_was_computed():
+    server = Predictor(TIERS)
+    server.request(doc(1, 17), 1)
+    evict_gpu(server)
+    assert sources(server.request(doc(1, 17), 1)) == (1, 0, 16)
+    assert sources(server.request(doc(1, 17), 1)) == (1, 16, 0)
+
+
+def test_chunks_the_gpu_still_holds_are_stored_again_after_the_host_lost_them():
+    # A store of 4 chunks that drops its older half when full.
+    server = Predictor(replace(TIERS, host_chunks=4, watermark=1.0, evict_ratio=0.5))
+    server.request(doc(1, 17), 1)
+    server.request(doc(2, 17), 1)  # full: the 2 chunks of document 1 go
+    assert (server.resident_chunks, server.evicted_chunks) == (2, 2)
+    again = server.request(doc(1, 17), 1)
+    assert sources(again) == (1, 16, 0)  # a pure GPU hit
+    assert chunks(again) == (0, 0, 2)
+    assert chunks(server.request(doc(2, 17), 1)) == (0, 0, 2)  # so document 2 was dropped
+
+
+def test_a_pure_gpu_hit_still_refreshes_the_prompt_at_the_host():
+    server = Predictor(replace(TIERS, host_chunks=6, watermark=1.0, evict_ratio=0.34))
+    server.request(doc(1, 17), 1)
+    server.request(doc(2, 17), 1)
+    server.request(doc(1, 17), 1)  # GPU hit; document 2 is now the older at the host
+    server.request(doc(3, 17), 1)  # 6 of 6: int(6 * 0.34) = 2 chunks go
+    evict_gpu(server)  # 400 tokens do not fit the host: nothing stored
+    assert server.request(doc(1, 17), 1).hit_chunks == 2
+    assert server.request(doc(2, 17), 1).hit_chunks == 0
+
+
+def test_a_prompt_larger_than_the_free_share_is_not_stored_at_all():
+    server = Predictor(replace(TIERS, host_chunks=4))
+    server.request(doc(1, 16), 1)  # 2 of 4 chunks: 0.5 < 0.8
+    assert chunks(server.request(doc(2, 24), 1)) == (0, 0, 0)  # needs 3, 2 are free
+    assert server.resident_chunks == 2
+
+
+def test_eviction_drops_a_prompts_tail_so_its_prefix_still_hits():
+    server = Predictor(replace(TIERS, host_chunks=5))
+    server.request(doc(1, 33), 1)  # 4 chunks: 0.8 -> int(0.8) = 0, so one goes: the last
+    assert (server.resident_chunks, server.evicted_chunks) == (3, 1)
+    evict_gpu(server)
+    prediction = server.request(doc(1, 33), 1)
+    assert sources(prediction) == (9, 0, 24)
+    assert chunks(prediction) == (3, 3, 1)
+
+
+def test_bytes_beyond_whole_chunks_keep_the_store_below_its_watermark():
+    # 4 chunks of 4,096 bytes in a store of 5 and 4,095 bytes over: 16,384 / 24,575 = 0.667.
+    exact = replace(TIERS, host_chunks=5, host_bytes=24_575, chunk_bytes=4_096)
+    server = Predictor(exact)
+    server.request(doc(1, 33), 1)
+    assert (server.resident_chunks, server.evicted_chunks) == (4, 0)
+
+
+def test_a_host_tier_of_zero_chunks_predicts_what_no_host_tier_does():
+    prompts = [doc(1, 17), doc(2, 17), doc(1, 17)]
+    off, none = Predictor(replace(TIERS, host_chunks=0)), Predictor(GPU_ONLY)
+    assert [off.request(p, 1) for p in prompts] == [none.request(p, 1) for p in prompts]
+
+
+# --- refusals
+
+
+def test_a_prompt_of_more_than_one_prefill_step_is_refused_with_both_numbers():
+    server = Predictor(replace(TIERS, max_num_batched_tokens=16))
+    server.request(doc(1, 16), 4)
+    with pytest.raises(ValueError, match="17 tokens and max_num_batched_tokens is 16"):
+        server.request(doc(1, 17), 4)
+
+
+def test_a_refused_request_changes_nothing():
+    tiers = replace(TIERS, num_gpu_blocks=6)
+    server = Predictor(tiers)
+    server.request(doc(1, 17), 1)
+    before = server.gpu.free_order(), server.gpu.hashed(), server.host.recency()
+    with pytest.raises(ValueError, match="needs 6 blocks of 4; 5 of 6 GPU blocks are usable"):
+        server.request(doc(2, 21), 1)
+    assert (server.gpu.free_order(), server.gpu.hashed(), server.host.recency()) == before
+
+
+@pytest.mark.parametrize(("prompt", "n_out"), [([], 1), ([1], 0), ([1], -1)])
+def test_an_empty_request_is_refused(prompt, n_out):
+    with pytest.raises(ValueError, match="at least 1"):
+        Predictor(TIERS).request(prompt, n_out)
+
+
+def test_output_ids_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="2 output ids for 3 output tokens"):
+        Predictor(TIERS).request([1], 3, output_ids=[7, 8])
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 6, 2])
+def test_chunks_that_are_not_whole_blocks_are_refused(chunk_tokens):
+    with pytest.raises(ValueError, match=f"chunks of {chunk_tokens} tokens"):
+        Predictor(replace(TIERS, chunk_tokens=chunk_tokens))
+
+
+# --- properties
+
+
+@settings(deadline=None)
+@given(
+    st.integers(5, 30),
+    st.one_of(st.none(), st.integers(0, 12)),
+    st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=14), st.integers(1, 3))),
+)
+def test_sources_sum_to_the_prompt_and_no_tier_exceeds_its_size(num_gpu_blocks, host, requests):
+    server = Predictor(
+        replace(
+            TIERS, block_size=4, chunk_tokens=4, num_gpu_blocks=num_gpu_blocks, host_chunks=host
+        )
+    )
+    for prompt, n_out in requests:
+        before = server.resident_chunks, server.evicted_chunks
+        prediction = server.request(prompt, n_out)
+        split = prediction.split
+        assert split.computed + split.gpu_hit + split.host_loaded == len(prompt)
+        assert split.computed >= 1  # the last token's logits are always computed
+        assert split.gpu_hit % 4 == 0
+        assert split.host_loaded <= prediction.loaded_chunks * 4
+        assert prediction.loaded_chunks <= prediction.hit_chunks
+        assert sorted(server.gpu.free_order()) == list(range(1, num_gpu_blocks))
+        assert server.resident_chunks <= (host or 0)
+        dropped = server.evicted_chunks - before[1]
+        assert server.resident_chunks == before[0] + prediction.stored_chunks - dropped

@@ -1,0 +1,122 @@
+import hashlib
+import json
+from dataclasses import replace
+
+import pytest
+
+from sim.workload import Workload, WorkloadSpec, build_workload
+
+SPEC = WorkloadSpec(
+    documents=5,
+    document_tokens=40,
+    question_tokens=8,
+    output_tokens=3,
+    passes=("fwd", "fwd", "rev"),
+    warmup_documents=2,
+    seed=7,
+    vocab=(100, 5000),
+)
+
+
+def _token_digest(workload: Workload) -> str:
+    prompts = [[*r.key, *r.prompt] for r in workload.requests]
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+
+
+def test_requests_come_warmup_first_then_each_pass_in_its_order():
+    assert [r.key for r in build_workload(SPEC).requests] == [
+        *(("warmup", d) for d in (0, 1)),
+        *(("pass1-cold", d) for d in (0, 1, 2, 3, 4)),
+        *(("pass2-replay", d) for d in (0, 1, 2, 3, 4)),
+        *(("pass3-reverse", d) for d in (4, 3, 2, 1, 0)),
+    ]
+
+
+def test_measured_requests_are_all_but_the_warmup():
+    workload = build_workload(SPEC)
+    assert workload.measured == workload.requests[2:]
+    assert [r.phase for r in workload.requests[:2]] == ["warmup", "warmup"]
+
+
+def test_every_prompt_has_the_shape_asked_for():
+    requests = build_workload(SPEC).requests
+    assert len(requests) == 17  # 2 warm-up + 3 passes of 5
+    assert {len(r.prompt) for r in requests} == {48}  # 40 + 8
+    assert {(r.doc_tokens, r.output_tokens) for r in requests} == {(40, 3)}
+
+
+def test_every_token_id_lies_in_the_vocabulary_range():
+    ids = {token for r in build_workload(SPEC).requests for token in r.prompt}
+    assert min(ids) >= 100
+    assert max(ids) < 5000
+
+
+def test_a_document_is_the_same_in_every_pass():
+    documents = {}
+    for request in build_workload(SPEC).measured:
+        documents.setdefault(request.doc, set()).add(request.prompt[:40])
+    assert {doc: len(texts) for doc, texts in documents.items()} == dict.fromkeys(range(5), 1)
+
+
+def test_no_two_documents_share_their_first_token_so_none_shares_a_first_block():
+    firsts = {(r.phase, r.doc): r.prompt[0] for r in build_workload(SPEC).requests}
+    assert len(firsts) == 7
+    assert len(set(firsts.values())) == 7
+
+
+def test_every_request_asks_its_own_question():
+    questions = [r.prompt[40:] for r in build_workload(SPEC).requests]
+    assert len(set(questions)) == 17
+
+
+def test_warmup_documents_share_no_prefix_with_a_measured_one():
+    workload = build_workload(SPEC)
+    measured = {r.prompt[:1] for r in workload.measured}
+    assert len(measured) == 5
+    assert measured.isdisjoint(r.prompt[:1] for r in workload.requests if r.phase == "warmup")
+
+
+def test_measured_documents_do_not_depend_on_how_many_passes_or_which_orders():
+    one_pass = build_workload(replace(SPEC, passes=("fwd",)))
+    assert one_pass.requests == build_workload(SPEC).requests[:7]
+
+
+def test_the_same_spec_gives_the_same_bytes_on_every_machine_and_version():
+    # Pinned from the first build: a change here makes older runs incomparable (CHANGELOG).
+    assert (
+        _token_digest(build_workload(SPEC))
+        == "0ceca78995699d855e45851377f5a43298e1f8c3d77544eb9a0726f976cb7aeb"
+    )
+
+
+def test_another_seed_gives_other_documents():
+    other = build_workload(replace(SPEC, seed=8))
+    assert {r.prompt[:40] for r in other.measured}.isdisjoint(
+        r.prompt[:40] for r in build_workload(SPEC).measured
+    )
+
+
+def test_as_many_first_tokens_as_documents_are_enough():
+    firsts = {r.prompt[0] for r in build_workload(replace(SPEC, vocab=(10, 17))).requests}
+    assert firsts == set(range(10, 17))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"documents": 0}, "documents is 0"),
+        ({"document_tokens": 0}, "document_tokens is 0"),
+        ({"question_tokens": 0}, "question_tokens is 0"),
+        ({"output_tokens": 0}, "output_tokens is 0"),
+        ({"documents": -3}, "documents is -3"),
+        ({"warmup_documents": -1}, "warmup_documents is -1"),
+        ({"passes": ()}, r"passes are \[\]"),
+        ({"passes": ("fwd", "sideways")}, "sideways"),
+        ({"vocab": (10, 16)}, "7 documents each need a first token"),
+        ({"vocab": (50, 50)}, "too few token ids"),
+        ({"vocab": (-5, 100)}, "too few token ids"),
+    ],
+)
+def test_a_spec_that_cannot_be_built_is_refused_and_names_its_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        build_workload(replace(SPEC, **change))
