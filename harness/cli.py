@@ -7,7 +7,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-import click
 import typer
 
 from harness import console
@@ -16,7 +15,7 @@ from harness.errors import InputError, KvcliffError, MachineError
 from harness.findings import find, has_failed, write_reconciliation
 from harness.journal import write_json
 from harness.leftovers import deal_with_leftovers
-from harness.plan import load_plan, parse_plan, preset_names, resolve
+from harness.plan import load_plan, preset_names, read_plan, resolve
 from harness.preview import preview
 from harness.reconcile import reconcile
 from harness.runfolder import PLAN_FILE, RunFolder
@@ -29,7 +28,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
+
+_INTERRUPTED = 130  # the shell's code for SIGINT, which the parser returns for Ctrl-C
 
 PlanName = Annotated[
     str, typer.Argument(help=f"Preset ({', '.join(preset_names())}) or path of a plan.toml.")
@@ -62,10 +64,7 @@ def run(
     else:
         folder = RunFolder(resume)
         folder.read_manifest()
-        plan_file = folder.path / PLAN_FILE
-        experiment = resolve(
-            parse_plan(_read(plan_file), where=str(plan_file)), cache_dir=cache_dir
-        )
+        experiment = resolve(read_plan(folder.path / PLAN_FILE), cache_dir=cache_dir)
     console.say(f"run folder: {folder.path}")
     with folder.lock(), console.RunProgress(experiment) as progress:
         run_sessions(experiment, folder, cache_dir=cache_dir, progress=progress)
@@ -157,13 +156,6 @@ def _cache_dir() -> Path:
     return folder
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-
-
 def _on_sigterm(_signal: int, _frame: FrameType | None) -> None:
     # The same way out as Ctrl-C: servers are stopped and the journal stays readable.
     raise KeyboardInterrupt
@@ -176,19 +168,29 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _exit_code(argv: list[str] | None) -> Any:
+    words = sys.argv[1:] if argv is None else argv
     try:
-        return app(args=argv, standalone_mode=False, prog_name="kvcliff") or 0
-    except click.exceptions.Exit as leave:
-        return leave.exit_code
-    except click.ClickException as error:
-        error.show()
+        _refuse_repeated_options(words)
+        status = app(args=words, standalone_mode=False, prog_name="kvcliff") or 0
+    except typer.TyperException as error:
+        error.show()  # type: ignore[attr-defined]  # every subclass raised has it
         return 2
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        console.say("interrupted; what was measured is kept: kvcliff run --resume RUN_FOLDER")
-        return 130
+    except (KeyboardInterrupt, typer.Abort):
+        status = _INTERRUPTED
     except ServerError as error:
         console.show_error(MachineError(str(error), hint=error.hint))
         return MachineError.exit_code
     except KvcliffError as error:
         console.show_error(error)
         return error.exit_code
+    if status == _INTERRUPTED:
+        console.say("interrupted; what was measured is kept: kvcliff run --resume RUN_FOLDER")
+    return status
+
+
+def _refuse_repeated_options(words: list[str]) -> None:
+    """The parser would let the last one win without a word."""
+    names = [word.split("=")[0] for word in words if word.startswith("--") and word != "--"]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise InputError(f"{repeated[0]} is given {names.count(repeated[0])} times; once is enough")

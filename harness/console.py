@@ -1,11 +1,13 @@
 """Everything the harness shows a person: progress and findings on stderr, results on stdout."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.prompt import Confirm
@@ -17,12 +19,14 @@ from harness.journal import Row
 from harness.plan import Experiment, SessionPlan
 from servers.processes import LeftOver
 
-out = Console(highlight=False)
+# In a file or a pipe the tables need no folding to the width of a terminal that is not there.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 err = Console(stderr=True, highlight=False)
 
 SOURCE_WORDS = {
     "recomputed": "recomputed",
-    "partial": "part GPU, rest elsewhere",
+    "gpu+recomputed": "part GPU hit, rest recomputed",
+    "gpu+host": "part GPU hit, rest host-loaded",
     "host": "host-loaded",
     "gpu": "GPU hit",
 }
@@ -96,99 +100,86 @@ class RunProgress:
 
 def show_run(summary: dict[str, Any], reconciliation: dict[str, Any]) -> None:
     """The result tables of a run, on stdout."""
-    out.print(_ttft_table(summary))
-    out.print(_token_table(summary))
-    out.print(_source_table(summary))
-    planned, good = (
-        reconciliation["requests_planned"],
-        reconciliation["requests_reconciled"],
-    )
+    for table in (_pass_table(summary), _ratio_table(summary), _source_table(summary)):
+        out.print(table)
     largest = max(
         (
             abs(value)
             for request in reconciliation["requests"]
             for value in (request["residual"] or {}).values()
         ),
-        default=0,
+        default=None,
     )
     out.print(
-        f"{good} of {planned} requests reconciled (warm-up included); largest residual against "
-        f"the prediction: {largest} tokens",
+        f"{reconciliation['requests_reconciled']} of {reconciliation['requests_planned']} requests "
+        "reconciled, warm-up included; largest residual against the prediction: "
+        f"{'none measured' if largest is None else f'{largest} tokens'}",
         soft_wrap=True,
     )
 
 
-def _ttft_table(summary: dict[str, Any]) -> Table:
-    arms = _arms(summary)
-    table = Table(title="TTFT in ms: p50 (min–max), n requests", title_justify="left")
-    table.add_column("pass")
-    for arm in arms:
-        table.add_column(arm, justify="right")
-    table.add_column("baseline ÷ lmcache [range over blocks]", justify="right")
-    for name, cells in summary["passes"].items():
-        row = [_ttft_text(cells["arms"].get(arm)) for arm in arms]
-        table.add_row(name, *row, _ratio_text(cells["paired_ratio"]))
+def _table(title: str, *columns: str) -> Table:
+    """Columns of names aligned left, numbers right."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        min_width=len(title),
+    )
+    for column in columns:
+        is_name = column in ("pass", "arm", "source")
+        table.add_column(column, justify="left" if is_name else "right")
     return table
 
 
-def _token_table(summary: dict[str, Any]) -> Table:
-    arms = _arms(summary)
-    table = Table(
-        title="Prompt tokens: computed / GPU hit / host-loaded, all sessions of an arm",
-        title_justify="left",
+def _pass_table(summary: dict[str, Any]) -> Table:
+    table = _table(
+        "TTFT in ms, and prompt tokens by source (all sessions of the arm)",
+        *("pass", "arm", "n", "p50", "min–max", "computed", "GPU hit", "host"),
     )
-    table.add_column("pass")
-    for arm in arms:
-        table.add_column(arm, justify="right")
     for name, cells in summary["passes"].items():
-        texts = []
-        for arm in arms:
-            tokens = cells["arms"].get(arm, {}).get("tokens")
-            texts.append(
-                f"{tokens['computed']:,} / {tokens['gpu_hit']:,} / {tokens['host_loaded']:,}"
-                if tokens
-                else "–"
-            )
-        table.add_row(name, *texts)
+        for arm, cell in cells["arms"].items():
+            tokens = cell["tokens"]
+            n = f"{cell['n']}" + (f" (+{cell['failed']} failed)" if cell["failed"] else "")
+            table.add_row(
+                name, arm, n, *_times(cell),
+                *(f"{tokens[source]:,}" for source in ("computed", "gpu_hit", "host_loaded")),
+            )  # fmt: skip
+        table.add_section()
+    return table
+
+
+def _ratio_table(summary: dict[str, Any]) -> Table:
+    table = _table(
+        "TTFT baseline ÷ lmcache, paired by document (above 1: the tier is faster)",
+        *("pass", "ratio", "range over blocks", "blocks"),
+    )
+    for name, cells in summary["passes"].items():
+        ratio = cells["paired_ratio"]
+        if ratio is None:
+            table.add_row(name, "–", "–", "0")
+            continue
+        spread = f"{ratio['low']:.2f}–{ratio['high']:.2f}"
+        table.add_row(name, f"{ratio['ratio']:.2f}", spread, str(len(ratio["blocks"])))
     return table
 
 
 def _source_table(summary: dict[str, Any]) -> Table:
-    table = Table(title="TTFT in ms by source of the document's KV, all arms", title_justify="left")
-    for heading in ("source", "n", "p50", "min–max"):
-        table.add_column(heading, justify="left" if heading == "source" else "right")
+    table = _table(
+        "TTFT in ms by source of the document's KV, all arms", "source", "n", "p50", "min–max"
+    )
     for name, cell in summary["sources"].items():
-        if cell["n"]:
-            table.add_row(
-                SOURCE_WORDS[name],
-                str(cell["n"]),
-                f"{cell['p50_ms']:.1f}",
-                f"{cell['min_ms']:.1f}–{cell['max_ms']:.1f}",
-            )
+        table.add_row(SOURCE_WORDS[name], str(cell["n"]), *_times(cell))
     return table
 
 
-def _arms(summary: dict[str, Any]) -> list[str]:
-    names = [arm for cells in summary["passes"].values() for arm in cells["arms"]]
-    return list(dict.fromkeys(names))
-
-
-def _ttft_text(cell: dict[str, Any] | None) -> str:
-    if not cell or not cell["n"]:
-        return "–"
-    failed = f", {cell['failed']} failed" if cell["failed"] else ""
-    return (
-        f"{cell['p50_ms']:.1f} ({cell['min_ms']:.1f}–{cell['max_ms']:.1f}), n {cell['n']}{failed}"
-    )
-
-
-def _ratio_text(ratio: dict[str, Any] | None) -> str:
-    if ratio is None:
-        return "–"
-    return (
-        f"{ratio['ratio']:.2f} [{ratio['low']:.2f}–{ratio['high']:.2f}], "
-        f"{len(ratio['blocks'])} blocks"
-    )
+def _times(cell: dict[str, Any]) -> tuple[str, str]:
+    if not cell["n"]:
+        return ("–", "–")
+    return (f"{cell['p50_ms']:.1f}", f"{cell['min_ms']:.1f}–{cell['max_ms']:.1f}")
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
@@ -208,25 +199,8 @@ def show_plan(content: dict[str, Any]) -> None:
     out.print(f"plan {content['plan_id']}: {content['requests_per_session']} requests a session, "
               f"{len(content['sessions'])} sessions: {' '.join(content['sessions'])}",
               markup=False, soft_wrap=True)  # fmt: skip
-    table = Table(title="Tiers in tokens (working set: documents only)", title_justify="left")
-    for heading in ("arm", "working set", "GPU tier", "host tier", "GPU KV", "host tier memory"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
-    for arm, size in content["tiers"].items():
-        table.add_row(arm, f"{size['working_set_tokens']:,}", f"{size['gpu_tokens']:,}",
-                      _or_dash(size["host_tokens"], ","), f"{size['gpu_bytes'] / 2**20:.0f} MiB",
-                      "–" if size["host_gib"] is None else f"{size['host_gib']:g} GiB")  # fmt: skip
-    out.print(table)
-    table = Table(title="Predicted prompt tokens: computed / GPU hit / host-loaded, per session",
-                  title_justify="left")  # fmt: skip
-    table.add_column("pass")
-    for arm in content["predicted"]:
-        table.add_column(arm, justify="right")
-    for name in next(iter(content["predicted"].values())):
-        table.add_row(
-            name, *(" / ".join(f"{t:,}" for t in arm[name].values())
-                    for arm in content["predicted"].values())
-        )  # fmt: skip
-    out.print(table)
+    out.print(_tier_table(content["tiers"]))
+    out.print(_prediction_table(content["predicted"]))
     for arm, commands in content["commands"].items():
         out.print(f"\nservers of {arm}:", markup=False)
         for command in commands:
@@ -236,13 +210,39 @@ def show_plan(content: dict[str, Any]) -> None:
     out.print(f"\nestimated duration: {content['estimate']}", markup=False, soft_wrap=True)
 
 
-def _or_dash(value: int | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def _tier_table(tiers: dict[str, Any]) -> Table:
+    table = _table(
+        "Tiers (working set: the documents without their questions)",
+        *("arm", "working set", "GPU tier", "host tier"),
+    )
+    for arm, size in tiers.items():
+        host = "–"
+        if size["host_gib"] is not None:
+            host = f"{size['host_tokens']:,} tokens, {size['host_gib']:g} GiB"
+        gpu = f"{size['gpu_tokens']:,} tokens, {size['gpu_bytes'] / 2**20:.0f} MiB"
+        table.add_row(arm, f"{size['working_set_tokens']:,} tokens", gpu, host)
+    return table
+
+
+def _prediction_table(predicted: dict[str, Any]) -> Table:
+    table = _table(
+        "Predicted prompt tokens by source, one session of each arm",
+        *("pass", "arm", "computed", "GPU hit", "host"),
+    )
+    for name in next(iter(predicted.values())):
+        for arm, passes in predicted.items():
+            tokens = passes[name]
+            table.add_row(
+                name, arm,
+                *(f"{tokens[source]:,}" for source in ("computed", "gpu_hit", "host_loaded")),
+            )  # fmt: skip
+        table.add_section()
+    return table
 
 
 def show_checks(checks: Sequence[dict[str, Any]]) -> None:
     """What the doctor found, on stdout."""
-    table = Table(title="doctor", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD)
     for heading in ("", "what", "found", "what to do"):
         table.add_column(heading)
     for check in checks:

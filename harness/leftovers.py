@@ -5,13 +5,14 @@ from pathlib import Path
 
 from harness import console
 from harness.errors import MachineError
-from harness.runfolder import LEDGER_FILE
+from harness.runfolder import LEDGER_FILE, RunFolder
 from servers.processes import LeftOver, end_leftovers, leftovers, sweep
 
 
 def find_leftovers(results: Path) -> dict[Path, list[LeftOver]]:
     """Living processes that runs under ``results`` started and never ended, by run folder."""
-    found = {ledger.parent: leftovers(ledger) for ledger in _ledgers(results)}
+    runs = [ledger.parent for ledger in _ledgers(results)]
+    found = {run: leftovers(run / LEDGER_FILE) for run in runs}
     return {run: processes for run, processes in found.items() if processes}
 
 
@@ -21,6 +22,12 @@ def deal_with_leftovers(results: Path, *, end: bool) -> None:
     Shared memory and temporary folders of runs whose processes are all gone are removed.
     """
     found = find_leftovers(results)
+    for run in found:
+        if RunFolder(run).is_being_measured():
+            raise MachineError(
+                f"{run} is being measured by another process, and its servers would disturb this",
+                hint="wait for it to end",
+            )
     if found:
         n_processes = sum(len(processes) for processes in found.values())
         console.show_leftovers(found)

@@ -177,14 +177,19 @@ def load_plan(name_or_path: str) -> Plan:
     if name_or_path in preset_names():
         source = resources.files("harness") / "presets" / f"{name_or_path}.toml"
         return parse_plan(source.read_bytes(), where=f"preset {name_or_path}")
-    path = Path(name_or_path)
+    return read_plan(Path(name_or_path))
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in the file ``path``; InputError when it cannot be read or used."""
     try:
-        return parse_plan(path.read_bytes(), where=str(path))
+        content = path.read_bytes()
     except OSError as error:
         raise InputError(
-            f"no preset and no readable plan file called {name_or_path!r} ({error.strerror})",
-            hint=f"presets: {', '.join(preset_names())}; or give the path of a .toml file",
+            f"cannot read the plan {str(path)!r}: {error.strerror}",
+            hint=f"give a .toml file, or one of the presets: {', '.join(preset_names())}",
         ) from None
+    return parse_plan(content, where=str(path))
 
 
 def parse_plan(content: bytes, *, where: str) -> Plan:

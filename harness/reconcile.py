@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.journal import PredictedRow, Row, read_predictions
-from harness.plan import Plan, parse_plan, planned_keys
+from harness.plan import Plan, planned_keys, read_plan
 from harness.runfolder import PLAN_FILE, RunFolder
 
 SOURCES = ("computed", "gpu_hit", "host_loaded")
@@ -79,8 +79,8 @@ class Reconciliation:
 def reconcile(folder: RunFolder) -> Reconciliation:
     """Read a run folder and check it; InputError when a file cannot be read."""
     notes: list[str] = []
-    plan = parse_plan((folder.path / PLAN_FILE).read_bytes(), where=str(folder.path / PLAN_FILE))
     manifest = folder.read_manifest()
+    plan = read_plan(folder.path / PLAN_FILE)
     predictions = {row.key: row for row in read_predictions(folder.path / "prediction.jsonl")}
     rows = {row.key: row for row in folder.rows(notes)}
     requests = join(planned_keys(plan), rows, predictions)

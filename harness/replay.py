@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import httpx
 
-from harness.counters import CounterError, Measured, Scraper, Settled, Snapshot, delta
+from harness.counters import CounterError, Measured, Snapshot, delta
 from harness.errors import MachineError
 from harness.journal import SCHEMA, JournalWriter, Row
+from harness.settle import Scraper, Settled
 from harness.stream import StreamResult, complete_prompt
 from sim.workload import Request, Workload
 
@@ -45,7 +46,13 @@ def replay(
     The counters must be able to attribute the first complete warm-up request: otherwise the whole
     session could not be, and MachineError says why. ``check_alive`` raises when a server died.
     """
-    before = scraper.read()
+    fresh = scraper.settle(None, deadline_s=context.settle_s)
+    if fresh.unsettled:
+        raise MachineError(
+            f"{context.session}: the servers are not fresh and idle: {fresh.unsettled}",
+            hint="read the session's server logs; raise deadlines.settle_s on a slow machine",
+        )
+    before: Snapshot | None = fresh.after
     unsettled: str | None = None
     attributable = False
     for seq, request in enumerate(workload.requests, start=1):
@@ -57,7 +64,11 @@ def replay(
             deadline_s=context.request_s,
             request_id=f"{context.session}-{seq}",
         )
-        settled = scraper.settle(before, deadline_s=context.settle_s)
+        settled = (
+            scraper.settle(before, deadline_s=context.settle_s)
+            if before
+            else Settled(None, 0.0, "the counters could not be read before the request")
+        )
         measured, why_not = _attribute(request, context, before, settled, unsettled)
         row = _row(request, context, seq=seq, result=result, before=before, settled=settled,
                    measured=measured, why_not=why_not)  # fmt: skip
@@ -70,20 +81,27 @@ def replay(
                 f"{context.session}: the servers' counters cannot attribute a request: {why_not}",
                 hint="`kvcliff doctor` lists the counters this vLLM and LMCache publish",
             )
-        before, unsettled = settled.after or scraper.read(), settled.unsettled
+        before, unsettled = settled.after or _read_or_none(scraper), settled.unsettled
+
+
+def _read_or_none(scraper: Scraper) -> Snapshot | None:
+    try:
+        return scraper.read()
+    except CounterError:
+        return None  # the row after this one says so; its latency counts all the same
 
 
 def _attribute(
     request: Request,
     context: SessionContext,
-    before: Snapshot,
+    before: Snapshot | None,
     settled: Settled,
     unsettled_before: str | None,
 ) -> tuple[Measured | None, str | None]:
     """The request's sources, or why they cannot be known."""
     if unsettled_before:
         return None, f"the request before had not settled: {unsettled_before}"
-    if settled.after is None or settled.unsettled:
+    if before is None or settled.after is None or settled.unsettled:
         return None, f"not settled: {settled.unsettled}"
     try:
         return (
@@ -106,7 +124,7 @@ def _row(
     *,
     seq: int,
     result: StreamResult,
-    before: Snapshot,
+    before: Snapshot | None,
     settled: Settled,
     measured: Measured | None,
     why_not: str | None,
@@ -145,7 +163,7 @@ def _row(
         error=result.error,
         unattributed=why_not,
         output_sha256=result.output_sha256,
-        counters_before=before.flat(),
+        counters_before=before.flat() if before else None,
         counters_after=settled.after.flat() if settled.after else None,
         sent_unix_ns=result.sent_unix_ns,
     )

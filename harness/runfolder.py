@@ -43,6 +43,14 @@ class RunFolder:
         """Every row of every journal, in session order; torn last lines are said in ``notes``."""
         return [row for path in self.journals() for row in read_journal(path, notes)]
 
+    def is_being_measured(self) -> bool:
+        """Whether another process holds the run's lock."""
+        try:
+            with self.lock():
+                return False
+        except InputError:
+            return True
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run for one writer; InputError when another process measures it already."""

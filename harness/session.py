@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.counters import Scraper
 from harness.errors import InputError
 from harness.journal import (
     JournalWriter,
@@ -20,6 +19,7 @@ from harness.machine import machine_facts
 from harness.plan import Experiment, SessionPlan
 from harness.replay import SessionContext, replay
 from harness.runfolder import PLAN_FILE, RunFolder
+from harness.settle import Scraper
 from harness.stream import open_client
 from servers.command import Command
 from servers.launch import Running, launch

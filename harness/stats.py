@@ -12,6 +12,7 @@ from harness.journal import Row
 
 SUMMARY_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 BASE, TIER = "baseline", "lmcache"
+SOURCE_CLASSES = ("recomputed", "gpu+recomputed", "gpu+host", "host", "gpu")
 
 
 def summarize(rows: Iterable[Row], *, run: str, plan_id: str, block_size: int) -> dict[str, Any]:
@@ -111,18 +112,19 @@ def _document_ratios(rows: Iterable[Row], base: str, tier: str) -> list[float]:
 
 
 def source_class(row: Row, block_size: int) -> str | None:
-    """Where the document's KV came from: ``recomputed``, ``partial``, ``host`` or ``gpu``.
+    """Where the document's KV came from; one of ``SOURCE_CLASSES``, None when unknown.
 
     A GPU hit ends at a block boundary, so a whole document found in the GPU tier leaves at most
-    the question and one block to compute; ``partial`` leaves or loads more. None: unknown.
+    the question and one block to compute; a partial hit leaves or loads more.
     """
     if row.computed is None or row.gpu_hit is None or row.host_loaded is None:
         return None
     if row.gpu_hit == 0:
         return "host" if row.host_loaded else "recomputed"
+    if row.host_loaded:
+        return "gpu+host"
     question = row.prompt_tokens - row.doc_tokens
-    whole = row.host_loaded == 0 and row.computed <= question + block_size
-    return "gpu" if whole else "partial"
+    return "gpu" if row.computed <= question + block_size else "gpu+recomputed"
 
 
 def _sources(rows: Sequence[Row], block_size: int) -> dict[str, Any]:
@@ -131,5 +133,4 @@ def _sources(rows: Sequence[Row], block_size: int) -> dict[str, Any]:
         name = source_class(row, block_size)
         if name is not None:
             classes[name].append(row)
-    order = ("recomputed", "partial", "host", "gpu")
-    return {name: ttft_cell(classes[name]) for name in order if classes[name]}
+    return {name: ttft_cell(classes[name]) for name in SOURCE_CLASSES if classes[name]}

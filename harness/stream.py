@@ -156,16 +156,12 @@ def open_client(base_url: str, *, deadline_s: float) -> httpx.Client:
 
     ``deadline_s`` bounds each read of requests that set no deadline of their own.
     """
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=None)
     return httpx.Client(
         base_url=base_url,
         trust_env=False,
         timeout=_timeout(deadline_s),
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=None),
-        transport=httpx.HTTPTransport(
-            retries=0,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=None),
-        ),
+        transport=httpx.HTTPTransport(retries=0, trust_env=False, limits=limits),
     )
 
 

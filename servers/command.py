@@ -119,14 +119,19 @@ def is_local(model: str) -> bool:
     return Path(model).is_absolute()
 
 
-def _command(
-    role: Role, argv: tuple[str, ...], *, env: dict[str, str], inherited: Mapping[str, str]
-) -> Command:
+def difference(env: Mapping[str, str], *, inherited: Mapping[str, str]) -> dict[str, str | None]:
+    """What ``env`` changes, sorted by name; None means removed, secrets keep their name only."""
     diff: dict[str, str | None] = {name: None for name in inherited if name not in env}
     for name, value in env.items():
         if inherited.get(name) != value:
             diff[name] = REDACTED if _SECRET.search(name) else value
-    return Command(role, argv, env, dict(sorted(diff.items())))
+    return dict(sorted(diff.items()))
+
+
+def _command(
+    role: Role, argv: tuple[str, ...], *, env: dict[str, str], inherited: Mapping[str, str]
+) -> Command:
+    return Command(role, argv, env, difference(env, inherited=inherited))
 
 
 def _base_env(inherited: Mapping[str, str], *, work_dir: Path) -> dict[str, str]:

@@ -139,7 +139,9 @@ class FakeServer:
             case "POST", "/v1/completions":
                 self._completion(link, request)
             case "GET", "/health":
-                link.reply(200, b"", "text/plain")
+                closes = self._engine.faults().get("health_closes")
+                headers = {"connection": "close"} if closes else {}
+                link.reply(200, b"", "text/plain", headers)
             case "GET", "/version":
                 link.reply_json({"version": self.spec.version})
             case "GET", "/v1/models":
@@ -635,7 +637,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         value = getattr(default, field.name)
         kind = int if value is None else type(value)
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=value)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if (args.lmcache_http_port is None) != (args.host_chunks is None):
+        parser.error("--lmcache-http-port and --host-chunks go together: both or neither")
+    return args
 
 
 def _server(args: argparse.Namespace, script: Script) -> FakeServer:

@@ -46,7 +46,8 @@ UNLIMITED_TOKENS = 2**31
 class FakeSpec:
     """The server pretended: sizes as in ``sim.predict.TierSpec``; ``chunk_bytes`` per chunk.
 
-    ``host_chunks`` None: no LMCache server. ``max_model_len`` in tokens, prompt and output.
+    ``host_chunks`` None: no LMCache server. ``host_bytes`` None: exactly those chunks, aligned.
+    ``max_model_len`` in tokens, prompt and output.
     """
 
     model_name: str = "fake"
@@ -55,6 +56,7 @@ class FakeSpec:
     host_chunks: int | None = None
     chunk_tokens: int = 256
     chunk_bytes: int = 2**20
+    host_bytes: int | None = None
     watermark: float = 0.8
     evict_ratio: float = 0.2
     policy: str = "LRU"
@@ -63,16 +65,19 @@ class FakeSpec:
 
     def tiers(self, *, drop_stores: bool = False) -> TierSpec:
         """The tiers behind the answers; ``drop_stores`` gives a host tier that holds nothing."""
-        capacity = self.host_chunks
+        is_dropping = drop_stores and self.host_chunks is not None
+        is_exact = self.host_bytes is not None and not is_dropping
         return TierSpec(
             block_size=self.block_size,
             num_gpu_blocks=self.num_gpu_blocks,
             max_num_batched_tokens=UNLIMITED_TOKENS,
-            host_chunks=0 if drop_stores and capacity is not None else capacity,
+            host_chunks=0 if is_dropping else self.host_chunks,
             chunk_tokens=self.chunk_tokens,
             watermark=self.watermark,
             evict_ratio=self.evict_ratio,
             policy=self.policy,
+            host_bytes=self.host_bytes if is_exact else None,
+            chunk_bytes=self.chunk_bytes if is_exact else None,
         )
 
 
@@ -245,7 +250,8 @@ class FakeEngine:
     def _host_bytes(self) -> tuple[int, int]:
         """(used, total) bytes of the host tier."""
         unit = align_up(self.spec.chunk_bytes)
-        return self._predictor.resident_chunks * unit, (self.spec.host_chunks or 0) * unit
+        total = self.spec.host_bytes or (self.spec.host_chunks or 0) * unit
+        return self._predictor.resident_chunks * unit, total
 
     def _cache_config(self) -> list[tuple[str, str]]:
         return [

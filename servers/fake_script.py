@@ -45,6 +45,7 @@ BEHAVIOURS: Mapping[str, str] = {
     "metrics_lag_s": "number: counters are published so much later than they happen",
     "missing_series": "list of str: sample names that are left out",
     # the server as a process; only in a rule for all
+    "health_closes": "true: /health says Connection: close, so the next request must connect anew",
     "accept_delay_ms": "number: a new connection is read only so much later",
     "keepalive_s": "number: an idle connection is closed after this time (default 5, as uvicorn)",
     "startup_s": "number: nothing listens before this time",

@@ -4,7 +4,6 @@ Linux only: children are told to end with this process through PR_SET_PDEATHSIG.
 that signal when the *thread* that started them ends, so launches happen on the main thread.
 """
 
-import ctypes
 import os
 import random
 import re
@@ -13,10 +12,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ __all__ = [
     "Running",
     "ServerDied",
     "ServerError",
+    "ServerLog",
     "end_leftovers",
     "free_ports",
     "launch",
@@ -57,8 +58,19 @@ _HTTP_S: Final = 5.0
 _COMPLETION_S: Final = 60.0
 _TAIL_LINES: Final = 20
 _TAIL_BYTES: Final = 64 * 1024
-_PR_SET_PDEATHSIG: Final = 1
 _SEGMENT_HEADROOM: Final = 1.1
+
+# Becomes the server by exec, which keeps pid and parent-death signal. Not a preexec_fn: that would
+# run Python between fork and exec, unsafe beside other threads. SIGTERM, not SIGKILL: vLLM's API
+# server must take its engine core down with it. 1 is PR_SET_PDEATHSIG (prctl(2)); the parent may
+# have ended before the request, and then nobody would end the server.
+_END_WITH_PARENT: Final = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the starter of this server has ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 # Lines after which waiting is pointless, although the process may linger.
 _FATAL: Final = re.compile(
@@ -119,27 +131,69 @@ class ServerDied(ServerError):  # noqa: N818 - what happened, as LaunchError say
 
 
 @dataclass(slots=True)
+class ServerLog:
+    """What one server wrote in this launch: ``path`` from byte ``start`` on.
+
+    The file is appended to, so an earlier launch's lines may stand before ``start``.
+    """
+
+    path: Path
+    start: int
+    _read_to: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._read_to = self.start
+
+    def text(self) -> str:
+        """Everything so far."""
+        return self._bytes_from(self.start).decode(errors="replace")
+
+    def tail(self) -> str:
+        """The last 64 KiB at most."""
+        size = self.path.stat().st_size
+        return self._bytes_from(max(size - _TAIL_BYTES, self.start)).decode(errors="replace")
+
+    def last_lines(self) -> str:
+        """The last lines, worded to follow a sentence about the server."""
+        lines = self.tail().splitlines()[-_TAIL_LINES:]
+        if not lines:
+            return "; its log is empty"
+        return f"; last {len(lines)} lines of {self.path.name}:\n" + "\n".join(lines)
+
+    def new_fatal_words(self) -> str | None:
+        """Words of no return in whole lines written since the last call."""
+        text = self._bytes_from(self._read_to)
+        whole = text.rfind(b"\n") + 1
+        self._read_to += whole
+        match = _FATAL.search(text[:whole])
+        return match[0].decode() if match else None
+
+    def _bytes_from(self, offset: int) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return file.read()
+
+
+@dataclass(frozen=True, slots=True)
 class _Child:
     command: Command
     process: subprocess.Popen[bytes]
     identity: Identity
-    log: Path
-    # Where the search for fatal lines goes on: an appended log may hold an earlier launch's.
-    read_to: int
+    log: ServerLog
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
     """Servers that are up. ``start_s``: seconds from the first process to the first completion.
 
-    ``model_name`` is unique to this launch. ``logs``: role to log file.
+    ``model_name`` is unique to this launch. ``logs``: by role.
     """
 
     base_url: str
     lmcache_url: str | None
     model_name: str
     commands: tuple[Command, ...]
-    logs: Mapping[str, Path]
+    logs: Mapping[str, ServerLog]
     start_s: float
     _children: tuple[_Child, ...] = field(repr=False, default=())
 
@@ -238,9 +292,18 @@ def serve(
                 _children=tuple(children),
             )
             yield running
-        finally:
+        except BaseException as error:
+            # What went wrong first is what the user must read; the stop only adds to it.
             with _signals_deferred():
-                _stop(children, ports, ledger)
+                if remains := _stop(children, ports, ledger):
+                    error.add_note(remains)
+            raise
+        with _signals_deferred():
+            if remains := _stop(children, ports, ledger):
+                raise LaunchError(
+                    remains,
+                    hint="kvcliff doctor names them; what survives SIGKILL hangs in the kernel",
+                )
 
 
 def free_ports(*, with_tier: bool) -> Ports:
@@ -363,16 +426,16 @@ def _client_port_range() -> tuple[int, int]:
 
 
 def _start(command: Command, log_stem: Path, ledger: Ledger, work_dir: Path) -> _Child:
-    log = log_stem.with_name(f"{log_stem.name}-{command.role}.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        read_to = output.tell()
+    path = log_stem.with_name(f"{log_stem.name}-{command.role}.log")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as output:
+        log = ServerLog(path, start=output.tell())
         try:
             # A file, never a pipe: an unread pipe freezes the server after 64 KiB of log. A
             # session of its own, so that a Ctrl-C reaches us alone and we stop it in order.
             # The folder is empty: with -m, Python would import from the current one first.
             process = subprocess.Popen(
-                command.argv,
+                [sys.executable, "-IS", "-c", _END_WITH_PARENT, str(os.getpid()), *command.argv],
                 env=dict(command.env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -380,7 +443,6 @@ def _start(command: Command, log_stem: Path, ledger: Ledger, work_dir: Path) -> 
                 cwd=work_dir,
                 close_fds=True,
                 start_new_session=True,
-                preexec_fn=_end_with_us(os.getpid()),
             )
         except OSError as error:
             raise LaunchError(
@@ -392,24 +454,11 @@ def _start(command: Command, log_stem: Path, ledger: Ledger, work_dir: Path) -> 
         process.wait()
         raise LaunchError(
             f"the {command.role} server ended at once with exit code {process.returncode}"
-            f"{_last_lines(log)}",
-            hint=f"read {log}",
+            f"{log.last_lines()}",
+            hint=f"read {path}",
         )
     ledger.started(identity, command.role)
-    return _Child(command, process, identity, log, read_to)
-
-
-def _end_with_us(parent: int) -> Callable[[], None]:
-    # Loaded before the fork: between fork and exec as little as possible may happen.
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def in_child() -> None:
-        # SIGTERM, not SIGKILL: vLLM's API server must take its engine core down with it.
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)  # the parent ended before the request: nobody would end us
-
-    return in_child
+    return _Child(command, process, identity, log)
 
 
 @contextmanager
@@ -472,7 +521,7 @@ def _await_ready(
             if elapsed > deadline_s:
                 raise LaunchError(
                     f"servers not ready after {elapsed:.0f} s (deadline {deadline_s:g} s): "
-                    f"{missing}{_last_lines(children[0].log)}",
+                    f"{missing}{children[0].log.last_lines()}",
                     hint="raise the plan's start deadline if the log shows progress",
                 )
             if time.monotonic() - scanned > _SCAN_S:
@@ -569,7 +618,7 @@ def _record_tree(children: Sequence[_Child], ledger: Ledger) -> None:
 
 def _trouble(child: _Child) -> str | None:
     """What is wrong with this server, with exit code and last log lines; None when nothing is."""
-    fatal = _new_fatal_line(child)
+    fatal = child.log.new_fatal_words()
     code = child.process.poll()
     if fatal is not None and code is None:
         # It usually ends by itself right away; its exit code belongs into the message.
@@ -577,51 +626,27 @@ def _trouble(child: _Child) -> str | None:
             code = child.process.wait(timeout=1.0)
     role = child.command.role
     if code is not None:
-        return f"the {role} server ended with exit code {code}{_last_lines(child.log)}"
+        return f"the {role} server ended with exit code {code}{child.log.last_lines()}"
     if fatal is not None:
-        return f"the {role} server reports {fatal!r}{_last_lines(child.log)}"
+        return f"the {role} server reports {fatal!r}{child.log.last_lines()}"
     return None
 
 
-def _new_fatal_line(child: _Child) -> str | None:
-    with child.log.open("rb") as file:
-        file.seek(child.read_to)
-        text = file.read()
-    whole = text.rfind(b"\n") + 1
-    child.read_to += whole
-    match = _FATAL.search(text[:whole])
-    return match[0].decode() if match else None
-
-
 def _hint(child: _Child) -> str:
-    tail = _tail(child.log)
+    tail = child.log.tail()
     for pattern, hint in _HINTS:
         if re.search(pattern, tail):
             return hint
     if child.process.returncode == -signal.SIGKILL:
         return "it was killed from outside: often the kernel, short of memory (see dmesg)"
-    return f"read {child.log}"
-
-
-def _last_lines(log: Path) -> str:
-    lines = _tail(log).splitlines()[-_TAIL_LINES:]
-    if not lines:
-        return "; its log is empty"
-    return f"; last {len(lines)} lines of {log.name}:\n" + "\n".join(lines)
-
-
-def _tail(log: Path) -> str:
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - _TAIL_BYTES, 0))
-        return file.read().decode(errors="replace")
+    return f"read {child.log.path}"
 
 
 # --- stop ---
 
 
-def _stop(children: Sequence[_Child], ports: Ports, ledger: Ledger) -> None:
-    """End vLLM, then LMCache, then whatever they left; LaunchError if something survives.
+def _stop(children: Sequence[_Child], ports: Ports, ledger: Ledger) -> str | None:
+    """End vLLM, then LMCache, then whatever they left; says what survives, None if nothing does.
 
     vLLM goes first: it tells LMCache goodbye.
     """
@@ -634,12 +659,12 @@ def _stop(children: Sequence[_Child], ports: Ports, ledger: Ledger) -> None:
         if identity not in survivors:
             ledger.ended(identity)
     held = [port for port in _used(ports) if children and _accepts(port)]
-    if survivors or held:
-        raise LaunchError(
-            f"after the stop {len(survivors)} processes of ours still run "
-            f"(pids {[s.pid for s in survivors]}) and ports {held} still answer",
-            hint="kvcliff doctor names them; a process that survives SIGKILL hangs in the kernel",
-        )
+    if not survivors and not held:
+        return None
+    return (
+        f"after the stop {len(survivors)} processes of ours still run "
+        f"(pids {[s.pid for s in survivors]}) and ports {held} still answer"
+    )
 
 
 def _stop_one(child: _Child, ledger: Ledger) -> None:

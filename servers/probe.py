@@ -77,7 +77,7 @@ def probe(running: Running, arm: Arm) -> ServerFacts:
 def _facts(client: httpx.Client, running: Running, arm: Arm) -> ServerFacts:
     cache = _cache_config(client, running.base_url)
     is_real = arm.server.build != "fake"
-    log = _log_text(running.logs["vllm"]) if is_real else ""
+    log = running.logs["vllm"].text() if is_real else ""
     facts: dict[str, Any] = {
         "vllm_version": str(_json(client, f"{running.base_url}/version")["version"]),
         "lmcache_version": None,
@@ -160,10 +160,6 @@ def _json(client: httpx.Client, url: str) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise LaunchError(f"{url} answers {answer!r}, not an object", hint="see the server's log")
     return answer
-
-
-def _log_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _differences(facts: ServerFacts, arm: Arm) -> list[str]:

@@ -88,9 +88,12 @@ def build_workload(spec: WorkloadSpec) -> Workload:
     for index, order in enumerate(spec.passes):
         walk = range(spec.documents) if order == "fwd" else reversed(range(spec.documents))
         for doc in walk:
-            requests.append(
-                _request(spec, "measure", pass_name(index, order), doc, documents[doc])
-            )
+            requests.append(_request(spec, "measure", pass_name(index, order), doc, documents[doc]))
+    if len({request.prompt for request in requests}) < len(requests):
+        raise ValueError(
+            f"question_tokens is {spec.question_tokens}: too few for {len(requests)} requests to "
+            "have a question of their own"
+        )
     return Workload(spec, tuple(requests))
 
 

@@ -24,9 +24,9 @@ vocab = [64, 448]
 build = "fake"
 dtype = "float32"
 block_size = 32
-num_gpu_blocks = 34
+num_gpu_blocks = 18
 max_num_batched_tokens = 1024
-max_model_len = 1024
+max_model_len = 544
 [host]
 gib = 0.1
 """

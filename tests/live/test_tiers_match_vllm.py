@@ -40,6 +40,7 @@ def _vllm() -> SimpleNamespace:
         from vllm.utils.hashing import sha256
         from vllm.v1 import kv_cache_interface
         from vllm.v1.core import kv_cache_utils
+        from vllm.v1.core.block_pool import BlockPool
         from vllm.v1.core.kv_cache_manager import KVCacheManager
         from vllm.v1.request import Request
     kv_cache_utils.init_none_hash(sha256)
@@ -49,6 +50,7 @@ def _vllm() -> SimpleNamespace:
         sha256=sha256,
         interface=kv_cache_interface,
         utils=kv_cache_utils,
+        BlockPool=BlockPool,
         KVCacheManager=KVCacheManager,
         Request=Request,
     )
@@ -226,6 +228,16 @@ def test_gpu_pool_equals_vllm_after_every_request_of_random_workloads() -> None:
     assert [difference for difference, _, _ in results if difference] == []
     assert sum(n for _, n, _ in results) >= MIN_REQUESTS
     assert sum(hits for _, _, hits in results) >= MIN_WITH_HITS
+
+
+def test_several_blocks_without_a_key_come_back_in_vllms_order() -> None:
+    # A finished request has one such block at most, so the random workloads cannot show this.
+    theirs = _vllm().BlockPool(num_gpu_blocks=7, enable_caching=True, hash_block_size=1)
+    theirs.free_blocks(reversed(theirs.get_new_blocks(4)))
+    ours = GpuPool(7)
+    ours.free(ours.take([], 4))
+    order = [block.block_id for block in theirs.free_block_queue.get_all_free_blocks()]
+    assert list(ours.free_order()) == order == [4, 3, 2, 1, 5, 6]
 
 
 def test_the_free_rule_of_older_vllm_is_caught_by_the_same_comparison() -> None:

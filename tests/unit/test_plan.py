@@ -30,7 +30,7 @@ def test_a_plan_survives_being_written_and_read_again() -> None:
         ("passes = []", "workload.passes: .*at least 1 item"),
         ("max_model_len = 100", "server.max_model_len is 100, but prompt and output are 522"),
         ("max_num_batched_tokens = 519", "max_num_batched_tokens is 519, but a prompt has 520"),
-        ("num_gpu_blocks = 32", "server.num_gpu_blocks is 32: 992 usable tokens, fewer than"),
+        ("num_gpu_blocks = 17", "server.num_gpu_blocks is 17: 512 usable tokens, fewer than"),
         ("block_size = 48", "host.chunk_tokens is 256; LMCache needs a multiple"),
         ("gib = -1", "host.gib: .*greater than 0"),
         ("gib = inf", "host.gib: .*less than or equal to 65536"),

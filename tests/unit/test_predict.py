@@ -151,6 +151,18 @@ def test_only_full_prompt_chunks_are_stored(n_tokens, stored):
     assert server.resident_chunks == stored
 
 
+def test_a_chunk_completed_by_generated_tokens_is_not_stored():
+    server = Predictor(TIERS)
+    assert chunks(server.request(doc(1, 7), 5, output_ids=[51, 52, 53, 54, 55])) == (0, 0, 0)
+    assert chunks(server.request([*doc(1, 7), 51, 52], 1)) == (0, 0, 1)  # as a prompt it is
+
+
+def test_a_chunk_is_hit_only_when_all_of_its_blocks_agree():
+    server = Predictor(TIERS)
+    server.request(doc(1, 9), 1)
+    assert chunks(server.request([*doc(1, 4), *doc(2, 5)], 1)) == (0, 0, 1)
+
+
 def test_a_prompt_evicted_from_the_gpu_is_loaded_from_the_host_up_to_its_last_full_chunk():
     server = Predictor(TIERS)
     server.request(doc(1, 22), 1)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,23 +19,9 @@ from harness.stream import (
     request_body,
 )
 
-# A stream of vLLM 0.32.0 (CPU build), recorded byte for byte; ids and times as they came.
-RECORDED = (
-    b'data: {"id":"cmpl-7","object":"text_completion","created":1795966037,"model":"m",'
-    b'"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":null,"stop_reason":null,'
-    b'"prompt_token_ids":[20,21,22],"token_ids":[301]}]}\n\n'
-    b'data: {"id":"cmpl-7","object":"text_completion","created":1795966037,"model":"m",'
-    b'"choices":[{"index":0,"text":"\xc3\xa9 \xe2\x82\xac","logprobs":null,"finish_reason":null,'
-    b'"stop_reason":null,"prompt_token_ids":null,"token_ids":[17]}]}\n\n'
-    b'data: {"id":"cmpl-7","object":"text_completion","created":1795966037,"model":"m",'
-    b'"choices":[{"index":0,"text":"K","logprobs":null,"finish_reason":"length",'
-    b'"stop_reason":null,"prompt_token_ids":null,"token_ids":[75]}]}\n\n'
-    b'data: {"id":"cmpl-7","object":"text_completion","created":1795966037,"model":"m",'
-    b'"choices":[],"usage":{"prompt_tokens":3,"total_tokens":6,"completion_tokens":3,'
-    b'"prompt_tokens_details":{"cached_tokens":0}},"metrics":{"time_to_first_token_ms":30.5,'
-    b'"generation_time_ms":9.0,"queue_time_ms":129.25,"mean_itl_ms":4.5}}\n\n'
-    b"data: [DONE]\n\n"
-)
+# A stream of vLLM 0.32.0 (CPU build, seeded random weights), as it came over the socket:
+# 40 prompt tokens, four token events, a usage chunk, [DONE].
+RECORDED = Path(__file__).with_name("vllm-0.32.0-stream.sse").read_bytes()
 
 
 def events_of(*packets: bytes) -> list[Event]:
@@ -83,16 +70,17 @@ GOOD = (text_chunk("a", ids=[65]), text_chunk("b", ids=[66], finish="length"), u
 # A12: packet is not event
 def test_recorded_stream_cut_at_every_position_gives_the_same_events():
     whole = events_of(RECORDED)
-    assert len(whole) == 5
+    assert len(whole) == 6
     for cut in range(len(RECORDED) + 1):
         assert events_of(RECORDED[:cut], RECORDED[cut:]) == whole, cut
 
 
 # A11: multi-byte characters cut by packet boundaries
 def test_recorded_stream_fed_one_byte_at_a_time_gives_the_same_events():
-    single = events_of(*(RECORDED[i : i + 1] for i in range(len(RECORDED))))
-    assert single == events_of(RECORDED)
-    assert json.loads(single[1].data)["choices"][0]["text"] == "é €"
+    stream = RECORDED + "data: é €\n\ndata: 😀\n\n".encode()
+    single = events_of(*(stream[i : i + 1] for i in range(len(stream))))
+    assert single == events_of(stream)
+    assert [event.data for event in single[-2:]] == ["é €", "😀"]
 
 
 @pytest.mark.parametrize("end", [b"\r\n", b"\r"])
@@ -100,6 +88,14 @@ def test_crlf_and_cr_streams_cut_at_every_position_equal_the_lf_stream(end: byte
     other = RECORDED.replace(b"\n", end)
     for cut in range(0, len(other) + 1):
         assert events_of(other[:cut], other[cut:]) == events_of(RECORDED), cut
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_named_event_of_two_data_lines_is_one_event_wherever_it_is_cut(end: bytes):
+    stream = end.join((b"event: x", b"data: a", b"data: b", b"", b"data: c", b"", b""))
+    for cut in range(len(stream) + 1):
+        events = events_of(stream[:cut], stream[cut:])
+        assert events == [Event("x", "a\nb"), Event("message", "c")], cut
 
 
 def test_mixed_line_ends_and_glued_comments_keep_events_apart():
@@ -177,22 +173,24 @@ def test_malformed_utf8_becomes_the_replacement_character_in_its_place_only():
 
 
 def test_recorded_stream_is_a_complete_answer_with_every_number():
-    # C1: the first event carries a token id although its text is "", so it stops the clock.
-    ends = [i + 2 for i in range(len(RECORDED)) if RECORDED.startswith(b"\n\n", i)]
-    starts = [0, *ends]
-    timed = [
-        (t, RECORDED[a:b])
-        for t, a, b in zip((160, 165, 172.5, 173, 174), starts, ends, strict=False)
-    ]
-    result = result_of(*timed, output_tokens=3)
+    frames = [part + b"\n\n" for part in RECORDED.split(b"\n\n")[:-1]]
+    timed = zip((16.5, 25.5, 34, 43, 43.25, 43.5), frames, strict=True)
+    result = result_of(*timed, prompt_tokens=40, output_tokens=4)
     assert result.error is None
     assert result.complete
-    assert (result.ttft_ms, result.total_ms, result.first_byte_ms) == (160.0, 172.5, 160.0)
-    assert result.itl_ms == (5.0, 7.5)
-    assert (result.prompt_tokens, result.output_tokens, result.cached_tokens) == (3, 3, 0)
-    assert result.server_ttft_ms == 159.75  # 30.5 + 129.25
-    assert (result.finish_reason, result.response_id) == ("length", "cmpl-7")
-    assert result.output_sha256 == hashlib.sha256(b"[301,17,75]").hexdigest()
+    assert (result.ttft_ms, result.total_ms, result.first_byte_ms) == (16.5, 43.0, 16.5)
+    assert result.itl_ms == (9.0, 8.5, 9.0)
+    assert (result.prompt_tokens, result.output_tokens, result.cached_tokens) == (40, 4, 32)
+    assert result.server_ttft_ms == pytest.approx(11.0562250, abs=1e-6)  # 11.031992 + 0.024233
+    assert (result.finish_reason, result.response_id) == ("length", "cmpl-999bb4af8110431d")
+    assert result.output_sha256 == hashlib.sha256(b"[139,508,493,50]").hexdigest()
+
+
+# C1: a token id without text (half a character) stops the clock
+def test_first_token_whose_text_is_empty_stops_the_clock():
+    first, last = text_chunk("", ids=[301]), text_chunk("é", ids=[17], finish="length")
+    result = result_of((160, first), (165, last), (166, usage_chunk() + END))
+    assert (result.ttft_ms, result.itl_ms, result.error) == (160.0, (5.0,), None)
 
 
 # A1: a frame with no text stops the TTFT clock

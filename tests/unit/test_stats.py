@@ -119,9 +119,9 @@ def test_passes_are_never_pooled_and_warmup_is_in_none() -> None:
         (8, 0, 512, "host"),
         (8, 512, 0, "gpu"),
         (40, 480, 0, "gpu"),  # the document's last block was partly the question
-        (41, 479, 0, "partial"),
-        (8, 256, 256, "partial"),
-        (264, 256, 0, "partial"),
+        (41, 479, 0, "gpu+recomputed"),
+        (8, 256, 256, "gpu+host"),
+        (264, 256, 0, "gpu+recomputed"),
     ],
 )
 def test_a_request_is_classed_by_where_its_document_came_from(
