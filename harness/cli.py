@@ -21,7 +21,7 @@ from harness.reconcile import reconcile
 from harness.runfolder import PLAN_FILE, RunFolder
 from harness.session import create_run, run_sessions
 from harness.stats import summarize as summarize_rows
-from servers.launch import ServerError
+from servers.errors import ServerError
 
 app = typer.Typer(
     help="Find a workload's KV-cache cliff and measure what a host-memory tier behind it saves.",

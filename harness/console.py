@@ -162,7 +162,8 @@ def _ratio_table(summary: dict[str, Any]) -> Table:
         if ratio is None:
             table.add_row(name, "–", "–", "0")
             continue
-        spread = f"{ratio['low']:.2f}–{ratio['high']:.2f}"
+        is_one = len(ratio["blocks"]) == 1
+        spread = "–" if is_one else f"{ratio['low']:.2f}–{ratio['high']:.2f}"
         table.add_row(name, f"{ratio['ratio']:.2f}", spread, str(len(ratio["blocks"])))
     return table
 

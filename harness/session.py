@@ -198,6 +198,7 @@ def _session_facts(
     running: Running, facts: ServerFacts, started: str, folder: RunFolder, cache_dir: Path
 ) -> dict[str, Any]:
     places = {
+        running.commands[0].env["TMPDIR"]: "$TMPDIR",
         str(folder.path.resolve()): "$RUN",
         str(cache_dir.resolve()): "$CACHE",
         sys.prefix: "$VENV",

@@ -52,7 +52,8 @@ def _filled(text: str, blocks: dict[str, str]) -> str:
         pattern = re.compile(re.escape(begin) + r".*?" + re.escape(end), re.DOTALL)
         if not pattern.search(text):
             raise SystemExit(f"docs: README.md has no block {begin!r} … {end!r}")
-        text = pattern.sub(lambda _, b=block, s=begin, e=end: f"{s}\n\n{b}\n\n{e}", text)
+        before, after = pattern.split(text, maxsplit=1)
+        text = f"{before}{begin}\n\n{block}\n\n{end}{after}"
     return text
 
 

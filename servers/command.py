@@ -45,7 +45,7 @@ _FAKE_BYTES_PER_TOKEN: Final = 4096
 # Inherited settings that would change an arm behind the plan's back, or cost 40 s of start
 # (PYTHONDONTWRITEBYTECODE: no .pyc files), or send loopback requests to a proxy.
 _DROPPED: Final = re.compile(
-    r"(LMCACHE|VLLM|PROMETHEUS|OMP|GOMP|KMP|MKL|OPENBLAS)_.*"
+    r"(LMCACHE|VLLM|PROMETHEUS|OMP|GOMP|KMP|MKL)_.*"
     r"|(?i:.*_proxy)"
     r"|PYTHONDONTWRITEBYTECODE|PYTHONHASHSEED|PYTHONOPTIMIZE"
 )
@@ -105,7 +105,7 @@ def render(
     vllm = _command("vllm", argv, env=env, inherited=inherited)
     if arm.host is None:
         return (vllm,)
-    env = _base_env(inherited, work_dir=work_dir) | _thread_env(arm.server)
+    env = _base_env(inherited, work_dir=work_dir) | _hardware_env(arm.server)
     argv = _lmcache_argv(arm.host, ports=ports, transfer=transfer)
     return (vllm, _command("lmcache", argv, env=env, inherited=inherited))
 
@@ -146,16 +146,19 @@ def _base_env(inherited: Mapping[str, str], *, work_dir: Path) -> dict[str, str]
     }
 
 
-def _thread_env(server: ServerSpec) -> dict[str, str]:
+def _hardware_env(server: ServerSpec) -> dict[str, str]:
+    if server.build == "gpu":
+        # Device numbers as nvidia-smi shows them, and the same in both servers: they share memory.
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     # One thread: on two cores the second one serves HTTP, LMCache and the client; with two, spread
     # and 3-8x outliers grow far more than speed.
-    return {"OMP_NUM_THREADS": "1"} if server.build == "cpu" else {}
+    return {"OMP_NUM_THREADS": "1"}
 
 
 def _vllm_env(
     server: ServerSpec, inherited: Mapping[str, str], *, work_dir: Path, cache_dir: Path
 ) -> dict[str, str]:
-    env = _base_env(inherited, work_dir=work_dir) | _thread_env(server)
+    env = _base_env(inherited, work_dir=work_dir) | _hardware_env(server)
     env |= {
         "VLLM_CACHE_ROOT": str(cache_dir / "vllm"),
         "VLLM_NO_USAGE_STATS": "1",
@@ -170,8 +173,8 @@ def _vllm_env(
         # The space only has to pass vLLM's check for one longest request; the pool itself is
         # sized by --num-gpu-blocks-override.
         return env | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    # Device numbers as nvidia-smi shows them; the sampler default imports flashinfer unguarded.
-    return env | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    # The default imports flashinfer unguarded, which not every CUDA install has.
+    return env | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def _vllm_argv(arm: Arm, *, ports: Ports, model_name: str, transfer: Transfer) -> tuple[str, ...]:

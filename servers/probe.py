@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from servers.arms import Arm, HostTier, ServerSpec
 from servers.command import CONNECTOR, is_local
-from servers.launch import LaunchError, Running
+from servers.errors import LaunchError
+from servers.launch import Running
 from sim.geometry import KvGeometry, host_bytes
 from sim.tiers import align_up
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -20,23 +21,25 @@ import pytest
 
 from servers import processes
 from servers.arms import GIB, Arm, HostTier, ServerSpec
+from servers.child import ServerLog
 from servers.command import Command, Ports
+from servers.errors import LaunchError, ServerDied
 from servers.fake import FakeServer
 from servers.fake_engine import FakeSpec
-from servers.launch import (
-    STOP_GRACE_S,
-    LaunchError,
-    Running,
-    ServerDied,
-    ServerLog,
-    end_leftovers,
-    free_ports,
-    launch,
-    leftovers,
-    serve,
-)
+from servers.launch import STOP_GRACE_S, Running, launch, serve
+from servers.memory import transfer_for
+from servers.ports import free_ports
 from servers.probe import probe
-from servers.processes import Identity, Ledger, identify, is_alive, sweep, wait_gone
+from servers.processes import (
+    Identity,
+    Ledger,
+    end_leftovers,
+    identify,
+    is_alive,
+    leftovers,
+    sweep,
+    wait_gone,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = ServerSpec("fake", "tiny", 16, 64, 2048, 4096, "float32")
@@ -189,6 +192,11 @@ def test_killing_the_harness_ends_its_servers(tmp_path: Path):
         process.kill()
         process.wait(timeout=10)
         assert wait_gone(servers, timeout_s=5) == []
+    # What only code could have removed goes at the next start.
+    (work,) = {line["work"] for line in ledger_lines(tmp_path)}
+    assert Path(tempfile.gettempdir(), work).is_dir()
+    assert sweep(tmp_path / "processes.jsonl") == [work]
+    assert not Path(tempfile.gettempdir(), work).exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -450,6 +458,20 @@ def test_a_server_not_ready_in_time_is_stopped(run, tmp_path: Path):
     assert not any(is_alive(identity) for identity in recorded(tmp_path))
 
 
+def test_a_server_that_ignores_sigterm_while_it_starts_is_killed_soon(tmp_path: Path):
+    # PITFALLS A52: as vLLM does while its engine core starts; it has nothing to save yet.
+    code = """
+    import signal, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(99)
+    """
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="not ready"), stub(tmp_path, code, deadline_s=1.0):
+        pass
+    assert time.monotonic() - began < 10
+    assert not any(is_alive(identity) for identity in recorded(tmp_path))
+
+
 def test_readiness_leaves_nothing_in_a_cache(run):
     # One prompt token and two output tokens fill no block: the counters know the request, no tier.
     with run(TIER) as running:
@@ -554,6 +576,14 @@ def test_a_host_tier_beyond_free_memory_is_refused_before_the_start(run, tmp_pat
     with pytest.raises(LaunchError, match="GiB of memory are free"), run(arm):
         pass
     assert not (tmp_path / "processes.jsonl").exists()
+
+
+def test_kv_moves_by_lmcache_where_shared_memory_can_hold_the_pool():
+    # The choice follows the size of /dev/shm; what is free in it only decides whether it works.
+    assert transfer_for(100, shm_bytes=110, shm_free_bytes=110) == "lmcache_driven"
+    assert transfer_for(100, shm_bytes=109, shm_free_bytes=109) == "engine_driven"
+    with pytest.raises(LaunchError, match="/dev/shm"):
+        transfer_for(100, shm_bytes=110, shm_free_bytes=109)
 
 
 def test_a_server_that_dies_while_measured_is_reported(run, tmp_path: Path):

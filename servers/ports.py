@@ -1,0 +1,71 @@
+"""TCP ports on 127.0.0.1: really free before the start, really closed after the stop."""
+
+import random
+import socket
+from pathlib import Path
+
+from servers.command import HOST, Ports
+from servers.errors import LaunchError
+
+
+def free_ports(*, with_tier: bool) -> Ports:
+    """Ports on 127.0.0.1 nobody uses now, outside the range the kernel gives to clients.
+
+    Inside that range any outgoing connection could take the port before the server binds it, and
+    a client polling a port nobody listens on can even connect to itself.
+    """
+    low, high = _client_port_range()
+    candidates = [*range(max(10_000, low - 15_000), low)] or [*range(high + 1, 65_536)]
+    random.SystemRandom().shuffle(candidates)
+    wanted = 3 if with_tier else 1
+    chosen: list[int] = []
+    for port in candidates:
+        if len(chosen) == wanted:
+            break
+        if _is_free(port):
+            chosen.append(port)
+    if len(chosen) < wanted:
+        raise LaunchError(
+            f"no {wanted} free TCP ports among {len(candidates)} tried on {HOST}",
+            hint="end programs that hold ports, or widen what lies outside ip_local_port_range",
+        )
+    return Ports(*chosen)
+
+
+def check_ports_free(ports: Ports) -> None:
+    """LaunchError naming the first of these ports that somebody holds."""
+    for port in used(ports):
+        if not _is_free(port):
+            raise LaunchError(
+                f"TCP port {port} on {HOST} is taken before our server starts",
+                hint="end the program that listens there, or let kvcliff choose ports",
+            )
+
+
+def used(ports: Ports) -> list[int]:
+    """The port numbers in ``ports``."""
+    return [port for port in (ports.vllm, ports.lmcache, ports.lmcache_http) if port]
+
+
+def _is_free(port: int) -> bool:
+    # Without SO_REUSEADDR a bind also fails while old connections linger in TIME_WAIT: servers
+    # without that option would fail too.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _client_port_range() -> tuple[int, int]:
+    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+    low, high = text.split()
+    return int(low), int(high)
+
+
+def accepts(port: int) -> bool:
+    """Whether somebody accepts connections on the port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((HOST, port)) == 0

@@ -1,0 +1,105 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli
+from tests.factory import PLAN_TOML
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def kvcliff(*words: str) -> int:
+    status: Any = cli._exit_code(list(words))
+    return int(status)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rnu"], "No such command 'rnu'"),
+        (["run", "--res", "x"], "No such option: --res"),
+        (["run", "--results", "a", "--results", "b"], "--results is given 2 times"),
+        (["run", "--results=a", "--results=b"], "--results is given 2 times"),
+        (["plan", "--json", "--json"], "--json is given 2 times"),
+        (["plan", "a.toml", "b.toml"], "unexpected extra argument"),
+        (["reconcile"], "Missing argument"),
+        (["plan", "nope.toml"], "cannot read the plan 'nope.toml'"),
+        (["run", "nope"], "presets: demo"),
+        (["reconcile", "nowhere"], "nowhere is not a run folder"),
+        (["summarize", "nowhere"], "nowhere is not a run folder"),
+        (["run", "--resume", "nowhere"], "nowhere is not a run folder"),
+    ],
+)
+def test_wrong_usage_exits_2_with_a_message_and_no_traceback(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    # A72
+    assert kvcliff(*words) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_plan_starts_nothing_and_predicts_the_cliff_of_the_demo(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # 10 documents of 2,048 + 20 tokens in a GPU tier of 291 usable blocks of 32: pass 2 computes
+    # every token of the baseline and 20 a request of the tier arm. In the reverse pass four
+    # documents of 64 blocks are whole (8,192 tokens) and 34 blocks of the fifth are left (1,088):
+    # 291 - 4 * 64 - 1 un-hashed tail.
+    assert kvcliff("plan", "demo", "--json") == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["predicted"]["baseline"]["pass2-replay"] == {
+        "computed": 20_680, "gpu_hit": 0, "host_loaded": 0
+    }  # fmt: skip
+    assert content["predicted"]["lmcache"]["pass2-replay"] == {
+        "computed": 200, "gpu_hit": 0, "host_loaded": 20_480
+    }  # fmt: skip
+    assert content["predicted"]["lmcache"]["pass3-reverse"]["gpu_hit"] == 8_192 + 1_088
+    assert content["warnings"] == []
+    assert list(tmp_path.glob("results/*")) == []
+
+
+def test_plan_warns_when_no_effect_of_the_tier_is_possible(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # A43: both documents fit the GPU tier.
+    (tmp_path / "fits.toml").write_text(
+        PLAN_TOML.replace("num_gpu_blocks = 18", "num_gpu_blocks = 99")
+    )
+    assert kvcliff("plan", "fits.toml") == 0
+    assert "predicted to load nothing from the host" in capsys.readouterr().err
+
+
+def test_a_broken_plan_file_is_named_with_its_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "my.toml").write_text(PLAN_TOML.replace("documents = 2", "documents = -2"))
+    assert kvcliff("plan", "my.toml") == 2
+    assert "my.toml: workload.documents" in capsys.readouterr().err
+
+
+def test_doctor_names_every_check_and_a_remedy_for_each_problem(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = kvcliff("doctor", "--json")
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert len(checks) >= 6
+    assert all(check["remedy"] for check in checks if check["status"] != "ok")
+    assert status == (3 if any(check["status"] == "error" for check in checks) else 0)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_an_environment_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kvcliff("plan") == 3
+    assert "XDG_CACHE_HOME" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.findings import Finding
+from tests.unit.test_layers import ROOT, files
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_what_the_documents_quote_is_what_the_committed_run_and_the_code_say() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_finding_code_is_in_the_readme_and_the_readme_names_no_other() -> None:
+    source = text("harness/findings.py")
+    codes = set(re.findall(rf'{Finding.__name__}\(\s*"([a-z-]+)"', source))
+    assert len(codes) > 10
+    assert set(re.findall(r"^\| `([a-z]+(?:-[a-z]+)+)` \|", text("README.md"), re.M)) == codes
+
+
+def test_every_command_is_in_the_readme() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from harness.cli import main; main()", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    commands = re.findall(r"^  ([a-z]+)  ", done.stdout.split("Commands:")[1], re.M)
+    assert len(commands) >= 5
+    for command in commands:
+        assert f"`kvcliff {command}" in text("README.md")
+
+
+def test_every_path_in_the_architecture_exists_and_every_module_is_in_it() -> None:
+    page = text("ARCHITECTURE.md")
+    named = set(re.findall(r"(?:harness|sim|servers|scripts|tests)/[\w./-]+\.(?:py|toml)", page))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+    modules = {
+        str(file.relative_to(ROOT))
+        for package in ("harness", "sim", "servers")
+        for file in files(package)
+        if file.name != "__init__.py"
+    }
+    assert sorted(modules - named) == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_linked_file_exists(name: str) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text(name)) if "://" not in link]
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_make_target_in_the_readme_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", text("Makefile"), re.M))
+    assert set(re.findall(r"\bmake ([a-z]+)\b", text("README.md"))) <= targets
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    assert "make test" in Path(ROOT / ".ci" / "run").read_text(encoding="utf-8")
