@@ -68,7 +68,18 @@ def identify(pid: int) -> Identity | None:
     # The second field, the name in brackets, may itself hold spaces and brackets (proc(5)).
     fields = text.rpartition(")")[2].split()
     state, ticks = fields[0], int(fields[19])
-    return None if state in "ZX" else Identity(pid, ticks, boot_id())
+    if state == "X" or (state == "Z" and not _has_other_threads(pid)):
+        return None
+    return Identity(pid, ticks, boot_id())
+
+
+def _has_other_threads(pid: int) -> bool:
+    # A main thread that ended before its others shows as a zombie, but the process still runs: it
+    # keeps its memory and ports, and wait() does not return it yet.
+    try:
+        return len(os.listdir(f"/proc/{pid}/task")) > 1  # noqa: PTH208 - /proc, names only
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def is_alive(identity: Identity) -> bool:
