@@ -10,10 +10,10 @@ from servers.arms import Arm
 from servers.command import Ports, render
 from sim.predict import Prediction
 
-# Measured on 2 cores with the tiny model (the committed demo run): servers ready after ~25 s,
-# prefill ~1 ms a token on one CPU thread. Only the order of magnitude is promised.
-_START_S = 25.0
-_CPU_PREFILL_S_PER_TOKEN = 0.7e-3
+# From results/20261129T162315Z-demo-ccae8dec (tiny model, one CPU thread): a session spends about
+# 23 s on starting and stopping, and 0.33 ms a computed token. Only the order of magnitude is promised.
+_SESSION_S = 23.0
+_CPU_PREFILL_S_PER_TOKEN = 0.33e-3
 
 
 def preview(experiment: Experiment) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _estimate(experiment: Experiment, predictions: dict[str, list[Prediction]]) 
     computed = sum(p.split.computed for s in sessions for p in predictions[s.arm.name])
     if experiment.plan.server.build != "cpu":
         return f"{len(sessions)} server starts and {computed:,} prompt tokens to compute"
-    seconds = len(sessions) * _START_S + computed * _CPU_PREFILL_S_PER_TOKEN
+    seconds = len(sessions) * _SESSION_S + computed * _CPU_PREFILL_S_PER_TOKEN
     return (
         f"about {seconds / 60:.0f} minutes on the CPU build "
         f"({len(sessions)} server starts, {computed:,} prompt tokens to compute)"

@@ -41,6 +41,7 @@ class Progress(Protocol):
 
 def create_run(experiment: Experiment, results: Path) -> RunFolder:
     """A new run folder with the resolved plan, the predictions and an empty manifest."""
+    facts = machine_facts()  # before the folder exists: it would make the checkout look changed
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     folder = RunFolder(results / f"{stamp}-{experiment.plan_id}")
     try:
@@ -59,7 +60,7 @@ def create_run(experiment: Experiment, results: Path) -> RunFolder:
             "schema": 1,
             "created": _now(),
             "plan_id": experiment.plan_id,
-            **machine_facts(),
+            **facts,
             "sessions": {},
         }
     )
