@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -12,19 +13,18 @@ import typer
 from harness import console
 from harness.doctor import check_machine
 from harness.errors import InputError, KvcliffError, MachineError
-from harness.findings import find, has_failed, write_reconciliation
-from harness.journal import write_json
+from harness.files import write_json
+from harness.findings import Finding, find, has_failed, reconcile_json
 from harness.leftovers import deal_with_leftovers
-from harness.plan import load_plan, preset_names, read_plan, resolve
+from harness.plan import Experiment, load_plan, preset_names, read_plan, resolve
 from harness.preview import preview
-from harness.reconcile import reconcile
+from harness.reconcile import Reconciliation, reconcile
 from harness.runfolder import PLAN_FILE, RunFolder
 from harness.session import create_run, run_sessions
 from harness.stats import summarize as summarize_rows
 from servers.errors import ServerError
 
 app = typer.Typer(
-    help="Find a workload's KV-cache cliff and measure what a host-memory tier behind it saves.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -33,44 +33,82 @@ app = typer.Typer(
 
 _INTERRUPTED = 130  # the shell's code for SIGINT, which the parser returns for Ctrl-C
 
-PlanName = Annotated[
-    str, typer.Argument(help=f"Preset ({', '.join(preset_names())}) or path of a plan.toml.")
-]
+_RESULTS = Path("results")
+_PLAN_HELP = f"Preset ({', '.join(preset_names())}) or path of a plan.toml."
+
+PlanName = Annotated[str, typer.Argument(help=_PLAN_HELP)]
 RunPath = Annotated[Path, typer.Argument(help="Run folder, e.g. results/<UTC>-<plan id>.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+@app.callback()
+def options(
+    _verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show where in the code an error was raised.")
+    ] = False,
+) -> None:
+    """Find a workload's KV-cache cliff and measure what a host-memory tier behind it saves."""
+
+
 @app.command()
 def run(
-    plan: PlanName = "demo",
-    results: Annotated[Path, typer.Option(help="Folder the run folder is created in.")] = Path(
-        "results"
-    ),
+    plan: Annotated[
+        str | None, typer.Argument(help=f"{_PLAN_HELP}  [default: demo]", show_default=False)
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder the run folder is created in.  [default: results]", show_default=False
+        ),
+    ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Measure only what is missing in this run folder; PLAN is not read."),
+        typer.Option(help="Measure only what is missing in this run folder."),
     ] = None,
     end_leftovers: Annotated[
         bool,
-        typer.Option(help="End servers a killed run left behind without asking."),
+        typer.Option(
+            "--end-leftovers", help="End servers a killed run left behind without asking."
+        ),
     ] = False,
 ) -> None:
     """Measure a plan on fresh servers, session by session, then reconcile and report."""
-    deal_with_leftovers(resume.parent if resume else results, end=end_leftovers)
+    if resume and (plan or results):
+        raise InputError(
+            "--resume goes on with its run's own plan and folder",
+            hint="leave out PLAN and --results",
+        )
+    results = resume.absolute().parent if resume else results or _RESULTS
+    deal_with_leftovers(results, end=end_leftovers)
     cache_dir = _cache_dir()
-    if resume is None:
-        experiment = resolve(load_plan(plan), cache_dir=cache_dir)
-        folder = create_run(experiment, results)
+    if resume:
+        folder, experiment = _resumed(resume, cache_dir)
     else:
-        folder = RunFolder(resume)
-        folder.read_manifest()
-        experiment = resolve(read_plan(folder.path / PLAN_FILE), cache_dir=cache_dir)
+        experiment = resolve(load_plan(plan or "demo"), cache_dir=cache_dir)
+        folder = create_run(experiment, results)
     console.say(f"run folder: {folder.path}")
-    with folder.lock(), console.RunProgress(experiment) as progress:
-        run_sessions(experiment, folder, cache_dir=cache_dir, progress=progress)
+    try:
+        with folder.lock(), console.RunProgress(experiment) as progress:
+            run_sessions(experiment, folder, cache_dir=cache_dir, progress=progress)
+    except KeyboardInterrupt:
+        console.say(f"interrupted; go on with: kvcliff run --resume {folder.path}")
+        raise
     failed = _report(folder, as_json=False)
     console.say(f"run folder: {folder.path}")
     raise typer.Exit(1 if failed else 0)
+
+
+def _resumed(path: Path, cache_dir: Path) -> tuple[RunFolder, Experiment]:
+    folder = RunFolder(path)
+    manifest = folder.read_manifest()
+    experiment = resolve(read_plan(path / PLAN_FILE), cache_dir=cache_dir)
+    if experiment.plan_id != manifest["plan_id"]:
+        raise InputError(
+            f"{path} was begun as {manifest['plan_id']}, its plan.toml is now "
+            f"{experiment.plan_id}: what was predicted and measured no longer belongs to it",
+            hint="restore plan.toml, or start a new run of the changed plan",
+        )
+    return folder, experiment
 
 
 @app.command()
@@ -87,9 +125,7 @@ def plan(plan: PlanName = "demo", as_json: Json = False) -> None:
 def reconcile_command(run: RunPath, as_json: Json = False) -> None:
     """Check every request of a run against its prediction; exit code 1 when a check fails."""
     folder = RunFolder(run)
-    result = reconcile(folder)
-    findings = find(result)
-    content = write_reconciliation(folder, result, findings)
+    _, findings, content = _reconcile(folder)
     if as_json:
         console.show_json(content)
     else:
@@ -111,7 +147,7 @@ def doctor(
     as_json: Json = False,
     results: Annotated[
         Path, typer.Option(help="Folder whose runs are searched for left-over servers.")
-    ] = Path("results"),
+    ] = _RESULTS,
 ) -> None:
     """Say whether this machine can run the demo, and what to do where it cannot."""
     checks = check_machine(results)
@@ -124,9 +160,7 @@ def doctor(
 
 def _report(folder: RunFolder, *, as_json: bool) -> bool:
     """Reconcile, summarize, write both files, show both; True when a check failed."""
-    result = reconcile(folder)
-    findings = find(result)
-    reconciliation = write_reconciliation(folder, result, findings)
+    result, findings, reconciliation = _reconcile(folder)
     summary = summarize_rows(
         result.rows,
         run=folder.name,
@@ -140,6 +174,15 @@ def _report(folder: RunFolder, *, as_json: bool) -> bool:
         console.show_run(summary, reconciliation)
     console.show_findings(findings)
     return has_failed(findings)
+
+
+def _reconcile(folder: RunFolder) -> tuple[Reconciliation, list[Finding], dict[str, Any]]:
+    """Check a run and write ``reconcile.json``; its content comes last."""
+    result = reconcile(folder)
+    findings = find(result)
+    content = reconcile_json(result, findings)
+    write_json(folder.path / "reconcile.json", content)
+    return result, findings, content
 
 
 def _cache_dir() -> Path:
@@ -167,25 +210,34 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(_exit_code(argv))
 
 
-def _exit_code(argv: list[str] | None) -> Any:
+def _exit_code(argv: list[str] | None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         _refuse_repeated_options(words)
-        status = app(args=words, standalone_mode=False, prog_name="kvcliff") or 0
+        return app(args=words, standalone_mode=False, prog_name="kvcliff") or 0
     except typer.TyperException as error:
         error.show()  # type: ignore[attr-defined]  # every subclass raised has it
-        return 2
+        return InputError.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        status = _INTERRUPTED
-    except ServerError as error:
-        console.show_error(MachineError(str(error), hint=error.hint))
-        return MachineError.exit_code
-    except KvcliffError as error:
-        console.show_error(error)
-        return error.exit_code
-    if status == _INTERRUPTED:
-        console.say("interrupted; what was measured is kept: kvcliff run --resume RUN_FOLDER")
-    return status
+        return _INTERRUPTED
+    except (KvcliffError, ServerError, OSError) as error:
+        if {"-v", "--verbose"} & set(words):
+            traceback.print_exception(error)
+        shown = _shown(error)
+        console.show_error(shown)
+        return shown.exit_code
+
+
+def _shown(error: KvcliffError | ServerError | OSError) -> KvcliffError:
+    if isinstance(error, KvcliffError):
+        return error
+    if isinstance(error, ServerError):
+        return MachineError(str(error), hint=error.hint)
+    place = f"{error.filename}: " if error.filename else ""
+    return MachineError(
+        f"{place}{error.strerror or error}",
+        hint="check the path, its permissions and the free space; what was written before is kept",
+    )
 
 
 def _refuse_repeated_options(words: list[str]) -> None:

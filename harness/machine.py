@@ -12,10 +12,11 @@ import psutil
 
 def machine_facts() -> dict[str, Any]:
     """Facts of this machine and of the checkout the code runs from; None where unknown."""
+    changes = _git("status", "--porcelain")
     return {
         "kvcliff": _kvcliff_version(),
         "git_revision": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain")),
+        "git_dirty": None if changes is None else bool(changes),
         "python": platform.python_version(),
         "os": f"{platform.system()} {platform.release()}",
         "cpu": _cpu_name(),

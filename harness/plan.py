@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import InputError, MachineError
-from harness.journal import describe_invalid
+from harness.files import describe_invalid
 from servers.arms import Arm, Build, HostTier, ServerSpec
 from servers.tinymodel import write_tiny_model
 from sim.geometry import KvGeometry, host_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.journal import PredictedRow, Row, read_predictions
-from harness.plan import Plan, planned_keys, read_plan
+from harness.plan import Plan, planned_keys, read_plan, session_name
 from harness.runfolder import PLAN_FILE, RunFolder
 
 SOURCES = ("computed", "gpu_hit", "host_loaded")
@@ -16,13 +16,14 @@ SOURCES = ("computed", "gpu_hit", "host_loaded")
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """One planned or recorded request; ``residual`` is measured − predicted, in tokens and bytes.
+    """One planned, recorded or predicted request; ``residual`` is measured − predicted.
 
-    ``row`` None: missing from the journals. ``predicted`` None: not in the plan. ``residual`` None:
-    not comparable, because the row is missing, failed or without token sources.
+    ``row`` None: missing from the journals. ``predicted`` None: missing from the predictions.
+    ``residual`` None: not comparable, because one of them is missing or the row has no sources.
     """
 
     key: tuple[str, str, int]
+    is_planned: bool
     row: Row | None
     predicted: PredictedRow | None
 
@@ -47,10 +48,11 @@ class Reconciled:
 
     @property
     def is_reconciled(self) -> bool:
-        """Complete, attributed, and every residual 0."""
+        """Planned, complete, attributed, and every residual 0."""
         residual = self.residual
         return (
-            self.row is not None
+            self.is_planned
+            and self.row is not None
             and self.row.complete
             and residual is not None
             and not any(residual.values())
@@ -69,6 +71,11 @@ class Reconciliation:
     manifest: dict[str, Any]
     requests: tuple[Reconciled, ...]
     notes: tuple[str, ...]
+
+    def arm_of(self, session: str) -> str | None:
+        """The arm the plan measures in ``session``; None for a session it does not have."""
+        arms = enumerate(self.plan.order, start=1)
+        return next((arm for i, arm in arms if session_name(i, arm) == session), None)
 
     @property
     def rows(self) -> list[Row]:
@@ -92,10 +99,12 @@ def join(
     rows: dict[tuple[str, str, int], Row],
     predictions: dict[tuple[str, str, int], PredictedRow],
 ) -> tuple[Reconciled, ...]:
-    """Planned requests in plan order, then rows that no plan asked for."""
-    unplanned = [key for key in rows if key not in set(planned)]
+    """Planned requests in plan order, then rows and predictions that no plan asked for."""
+    known = set(planned)
+    others = dict.fromkeys(key for key in (*rows, *predictions) if key not in known)
     return tuple(
-        Reconciled(key, rows.get(key), predictions.get(key)) for key in [*planned, *unplanned]
+        Reconciled(key, key in known, rows.get(key), predictions.get(key))
+        for key in [*planned, *others]
     )
 
 

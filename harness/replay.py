@@ -1,7 +1,8 @@
 """Replay one session's requests, one at a time, each bracketed by two counter scrapes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import httpx
 
@@ -31,6 +32,17 @@ class SessionContext:
     settle_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Everything known of one request once the servers have settled, or were given up on."""
+
+    result: StreamResult
+    before: Snapshot | None
+    settled: Settled
+    measured: Measured | None
+    why_not: str | None  # why ``measured`` is None
+
+
 def replay(
     workload: Workload,
     context: SessionContext,
@@ -46,42 +58,35 @@ def replay(
     The counters must be able to attribute the first complete warm-up request: otherwise the whole
     session could not be, and MachineError says why. ``check_alive`` raises when a server died.
     """
+    before: Snapshot | None = _fresh(scraper, context)
+    last: _Outcome | None = None
+    attributable = False
+    for seq, request in enumerate(workload.requests, start=1):
+        outcome = _ask(request, context, client=client, scraper=scraper, before=before, last=last,
+                       request_id=f"{context.session}-{seq}")  # fmt: skip
+        row = _row(request, context, seq=seq, outcome=outcome)
+        journal.append(row)
+        on_row(row)
+        check_alive()
+        attributable = attributable or row.is_attributed
+        if request.phase == "warmup" and row.complete and not attributable:
+            raise MachineError(
+                f"{context.session}: the servers' counters cannot attribute a request: "
+                f"{outcome.why_not}",
+                hint="install the supported engine versions (make setup): README.md names them",
+            )
+        before, last = outcome.settled.after or _read_or_none(scraper), outcome
+
+
+def _fresh(scraper: Scraper, context: SessionContext) -> Snapshot | None:
+    """The counters of servers that have answered nothing but the launcher's readiness request."""
     fresh = scraper.settle(None, deadline_s=context.settle_s)
     if fresh.unsettled:
         raise MachineError(
             f"{context.session}: the servers are not fresh and idle: {fresh.unsettled}",
             hint="read the session's server logs; raise deadlines.settle_s on a slow machine",
         )
-    before: Snapshot | None = fresh.after
-    unsettled: str | None = None
-    attributable = False
-    for seq, request in enumerate(workload.requests, start=1):
-        result = complete_prompt(
-            client,
-            model=context.model_name,
-            prompt=request.prompt,
-            output_tokens=request.output_tokens,
-            deadline_s=context.request_s,
-            request_id=f"{context.session}-{seq}",
-        )
-        settled = (
-            scraper.settle(before, deadline_s=context.settle_s)
-            if before
-            else Settled(None, 0.0, "the counters could not be read before the request")
-        )
-        measured, why_not = _attribute(request, context, before, settled, unsettled)
-        row = _row(request, context, seq=seq, result=result, before=before, settled=settled,
-                   measured=measured, why_not=why_not)  # fmt: skip
-        journal.append(row)
-        on_row(row)
-        check_alive()
-        attributable = attributable or row.is_attributed
-        if request.phase == "warmup" and result.complete and not attributable:
-            raise MachineError(
-                f"{context.session}: the servers' counters cannot attribute a request: {why_not}",
-                hint="`kvcliff doctor` lists the counters this vLLM and LMCache publish",
-            )
-        before, unsettled = settled.after or _read_or_none(scraper), settled.unsettled
+    return fresh.after
 
 
 def _read_or_none(scraper: Scraper) -> Snapshot | None:
@@ -91,45 +96,61 @@ def _read_or_none(scraper: Scraper) -> Snapshot | None:
         return None  # the row after this one says so; its latency counts all the same
 
 
-def _attribute(
-    request: Request,
-    context: SessionContext,
-    before: Snapshot | None,
-    settled: Settled,
-    unsettled_before: str | None,
-) -> tuple[Measured | None, str | None]:
-    """The request's sources, or why they cannot be known."""
-    if unsettled_before:
-        return None, f"the request before had not settled: {unsettled_before}"
-    if before is None or settled.after is None or settled.unsettled:
-        return None, f"not settled: {settled.unsettled}"
-    try:
-        return (
-            delta(
-                before,
-                settled.after,
-                prompt_tokens=len(request.prompt),
-                chunk_tokens=context.chunk_tokens,
-                chunk_bytes=context.chunk_bytes,
-            ),
-            None,
-        )
-    except CounterError as error:
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _row(
+def _ask(
     request: Request,
     context: SessionContext,
     *,
-    seq: int,
-    result: StreamResult,
+    client: httpx.Client,
+    scraper: Scraper,
     before: Snapshot | None,
-    settled: Settled,
-    measured: Measured | None,
-    why_not: str | None,
-) -> Row:
-    split = measured.split if measured else None
+    last: _Outcome | None,
+    request_id: str,
+) -> _Outcome:
+    result = complete_prompt(
+        client,
+        model=context.model_name,
+        prompt=request.prompt,
+        output_tokens=request.output_tokens,
+        deadline_s=context.request_s,
+        request_id=request_id,
+    )
+    settled = (
+        scraper.settle(before, deadline_s=context.settle_s)
+        if before
+        else Settled(None, 0.0, "the counters could not be read before the request")
+    )
+    if last and last.settled.unsettled:
+        if not last.result.complete:
+            # A server still busy with the request that failed bills its rest to this one.
+            error = "the server was not idle when this was sent: the request before had failed"
+            result = replace(result, complete=False, error=result.error or error)
+        reason = f"the request before had not settled: {last.settled.unsettled}"
+        return _Outcome(result, before, settled, None, reason)
+    measured, why_not = _attribute(request, context, before=before, settled=settled)
+    return _Outcome(result, before, settled, measured, why_not)
+
+
+def _attribute(
+    request: Request, context: SessionContext, *, before: Snapshot | None, settled: Settled
+) -> tuple[Measured | None, str | None]:
+    """The request's sources, or why they cannot be known."""
+    if before is None or settled.after is None or settled.unsettled:
+        return None, f"not settled: {settled.unsettled}"
+    try:
+        measured = delta(
+            before,
+            settled.after,
+            prompt_tokens=len(request.prompt),
+            chunk_tokens=context.chunk_tokens,
+            chunk_bytes=context.chunk_bytes,
+        )
+    except CounterError as error:
+        return None, f"{type(error).__name__}: {error}"
+    return measured, None
+
+
+def _row(request: Request, context: SessionContext, *, seq: int, outcome: _Outcome) -> Row:
+    result, settled = outcome.result, outcome.settled
     return Row(
         config=context.config,
         pass_name=request.pass_name,
@@ -145,15 +166,9 @@ def _row(
         phase=request.phase,
         prompt_tokens=len(request.prompt),
         output_tokens=result.output_tokens,
-        computed=split.computed if split else None,
-        gpu_hit=split.gpu_hit if split else None,
-        host_loaded=split.host_loaded if split else None,
-        loaded_bytes=measured.loaded_bytes if measured else None,
-        loaded_source=measured.loaded_source if measured else None,
-        stored_tokens=measured.stored_tokens if measured else None,
+        **_sources(outcome),
         chunk_tokens=context.chunk_tokens,
         chunk_bytes=context.chunk_bytes,
-        disagreement=measured.disagreement if measured else None,
         server_ttft_ms=result.server_ttft_ms,
         first_byte_ms=result.first_byte_ms,
         settle_ms=settled.settle_ms,
@@ -161,9 +176,34 @@ def _row(
         finish_reason=result.finish_reason,
         complete=result.complete,
         error=result.error,
-        unattributed=why_not,
+        unattributed=outcome.why_not,
         output_sha256=result.output_sha256,
-        counters_before=before.flat() if before else None,
+        counters_before=outcome.before.flat() if outcome.before else None,
         counters_after=settled.after.flat() if settled.after else None,
         sent_unix_ns=result.sent_unix_ns,
     )
+
+
+def _sources(outcome: _Outcome) -> dict[str, Any]:
+    measured = outcome.measured
+    cached = outcome.result.cached_tokens
+    if measured is None:
+        names = ("computed", "gpu_hit", "host_loaded", "loaded_bytes", "loaded_source",
+                 "stored_tokens", "disagreement")  # fmt: skip
+        return {"cached_tokens": cached, **dict.fromkeys(names)}
+    split = measured.split
+    from_caches = split.gpu_hit + split.host_loaded
+    disagreement = measured.disagreement
+    # vLLM leaves the answer's count out when it is 0 (prompt_tokens_details, PR #44475).
+    if disagreement is None and cached is not None and cached != from_caches:
+        disagreement = f"the answer says {cached} cached prompt tokens, the counters {from_caches}"
+    return {
+        "computed": split.computed,
+        "gpu_hit": split.gpu_hit,
+        "host_loaded": split.host_loaded,
+        "loaded_bytes": measured.loaded_bytes,
+        "loaded_source": measured.loaded_source,
+        "stored_tokens": measured.stored_tokens,
+        "cached_tokens": cached,
+        "disagreement": disagreement,
+    }

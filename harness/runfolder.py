@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError
-from harness.journal import Row, read_journal, write_json
+from harness.files import write_json
+from harness.journal import Row, read_journal
 
 PLAN_FILE = "plan.toml"
 LEDGER_FILE = "processes.jsonl"
@@ -40,8 +41,12 @@ class RunFolder:
         return self.path / LEDGER_FILE
 
     def rows(self, notes: list[str] | None = None) -> list[Row]:
-        """Every row of every journal, in session order; torn last lines are said in ``notes``."""
-        return [row for path in self.journals() for row in read_journal(path, notes)]
+        """Every row of every journal, in session order; torn last lines are said in ``notes``.
+
+        Raises InputError for a row of another run or another session than its file's.
+        """
+        run = self.read_manifest()["run"]
+        return [row for path in self.journals() for row in _rows_of(path, run, notes)]
 
     def is_being_measured(self) -> bool:
         """Whether another process holds the run's lock."""
@@ -86,3 +91,16 @@ class RunFolder:
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the manifest in one step."""
         write_json(self.path / "manifest.json", manifest)
+
+
+def _rows_of(path: Path, run: str, notes: list[str] | None) -> list[Row]:
+    rows = read_journal(path, notes)
+    session = path.stem.removeprefix("journal-")
+    for row in rows:
+        if (row.run, row.session) != (run, session):
+            raise InputError(
+                f"{path}: row {row.seq} belongs to session {row.session!r} of run {row.run!r}, "
+                f"this is the journal of {session!r} of {run!r}",
+                hint="keep only the journals this run wrote",
+            )
+    return rows

@@ -1,5 +1,6 @@
 """Run the sessions of an experiment: fresh servers for each, a journal each, and the run folder."""
 
+import re
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -7,14 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness.errors import InputError
-from harness.journal import (
-    JournalWriter,
-    PredictedRow,
-    Row,
-    read_journal,
-    write_atomically,
-    write_lines,
-)
+from harness.files import write_atomically, write_lines
+from harness.journal import JournalWriter, PredictedRow, Row, read_journal
 from harness.machine import machine_facts
 from harness.plan import Experiment, SessionPlan
 from harness.replay import SessionContext, replay
@@ -59,6 +54,7 @@ def create_run(experiment: Experiment, results: Path) -> RunFolder:
         {
             "schema": 1,
             "created": _now(),
+            "run": folder.name,
             "plan_id": experiment.plan_id,
             **facts,
             "sessions": {},
@@ -218,8 +214,9 @@ def _portable(command: Command, places: dict[str, str]) -> dict[str, Any]:
     """Argv and environment changes of a server, machine-specific folders replaced by names."""
 
     def named(text: str) -> str:
-        for place, name in places.items():
-            text = text.replace(place, name)
+        for place, name in sorted(places.items(), key=lambda item: -len(item[0])):
+            if len(place) > 1:  # "/" as home or working folder, in containers
+                text = re.sub(rf"{re.escape(place)}(?=/|:|$)", name, text)
         return text
 
     return {

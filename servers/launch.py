@@ -14,13 +14,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-from servers import processes
+from servers import gpu_memory, processes
 from servers.arms import Arm
 from servers.child import Child, ServerLog, hint_for, record_tree, trouble
 from servers.command import HOST, Command, Ports, render
@@ -106,7 +106,9 @@ def launch(
             arm, ports=ports, model_name=model_name, work_dir=work_dir,
             cache_dir=cache_dir.resolve(), inherited=os.environ, transfer=transfer,
         )  # fmt: skip
-        with serve(
+        # On a GPU the memory must be back before the caller may start the next server.
+        is_gpu = arm.server.build == "gpu"
+        with gpu_memory.returned() if is_gpu else nullcontext(), serve(
             commands, ports=ports, model_name=model_name, log_stem=log_stem,
             ledger=Ledger(ledger, session=session, work=work_dir.name),
             work_dir=work_dir, deadline_s=deadline_s,

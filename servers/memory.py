@@ -66,6 +66,6 @@ def transfer_for(pool_bytes: int, *, shm_bytes: int, shm_free_bytes: int) -> Tra
         raise LaunchError(
             f"the KV pool needs {needed / MIB:.0f} MiB of /dev/shm, "
             f"{shm_free_bytes / MIB:.0f} MiB are free",
-            hint="remove left-over segments (kvcliff doctor names them) or lower num_gpu_blocks",
+            hint="remove lmcache_kv_* of ended processes there, or lower num_gpu_blocks",
         )
     return "lmcache_driven"

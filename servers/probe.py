@@ -104,7 +104,7 @@ def _cache_config(client: httpx.Client, base_url: str) -> Mapping[str, str]:
                 return sample.labels
     raise LaunchError(
         "vLLM publishes no vllm:cache_config_info, so its KV capacity is unknown",
-        hint="this vLLM is not one of the versions kvcliff knows (0.26 to 0.33)",
+        hint="install the supported vLLM version (make setup): README.md names it",
     )
 
 

@@ -32,12 +32,12 @@ gib = 0.1
 """
 
 
-def make_plan(**replaced: str) -> Plan:
-    """The plan above with some of its lines replaced: ``key = "key = value"`` by key."""
+def make_plan(*, more: str = "", **replaced: str) -> Plan:
+    """The plan above with lines replaced (``key="key = value"``) and ``more`` TOML at its end."""
     lines = [
         replaced.get(line.split(" = ")[0].strip(), line) for line in PLAN_TOML.strip().splitlines()
     ]
-    return parse_plan("\n".join(lines).encode(), where="plan.toml")
+    return parse_plan("\n".join([*lines, more]).encode(), where="plan.toml")
 
 
 def make_record(**changed: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def make_record(**changed: Any) -> dict[str, Any]:
         "order": 1, "seq": 2, "phase": "measure", "prompt_tokens": 520, "output_tokens": 2,
         "computed": computed, "gpu_hit": gpu_hit, "host_loaded": host_loaded,
         "loaded_bytes": None, "loaded_source": None, "stored_tokens": None,
-        "chunk_tokens": None, "chunk_bytes": None, "disagreement": None,
+        "chunk_tokens": None, "chunk_bytes": None, "cached_tokens": None, "disagreement": None,
         "server_ttft_ms": 99.0, "first_byte_ms": 99.5, "settle_ms": 20.0, "conn_reused": True,
         "finish_reason": "length", "complete": True, "error": None, "unattributed": None,
         "output_sha256": "aa", "counters_before": dict.fromkeys(after, 0),

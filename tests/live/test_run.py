@@ -85,6 +85,13 @@ def start(plan: Path, tmp_path: Path, environment: dict[str, str]) -> Iterator[S
         harness.communicate(timeout=30)
 
 
+@pytest.fixture
+def finished_run(kvcliff: Kvcliff, plan: Path, tmp_path: Path) -> Path:
+    """A complete run folder, as ``kvcliff run`` leaves it."""
+    assert kvcliff("run", str(plan)).returncode == 0
+    return the_run(tmp_path)
+
+
 def command(*words: str) -> list[str]:
     return [sys.executable, "-c", "from harness.cli import main; main()", *words]
 
@@ -263,6 +270,74 @@ def test_a_harness_killed_in_a_session_leaves_a_readable_journal_and_resumes_to_
     # What the killed session measured is kept beside the run, outside its sessions.
     kept = read_journal(run / "cut-1-journal-02-lmcache.jsonl")
     assert kept == cut
+
+
+@pytest.mark.parametrize("n_rows", range(REQUESTS + 1))
+def test_a_session_cut_after_any_row_is_measured_again_and_the_total_is_exact(
+    kvcliff: Kvcliff, finished_run: Path, n_rows: int
+) -> None:
+    # A65: the last case is a complete session, which is not measured again.
+    journal = finished_run / "journal-02-lmcache.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:n_rows]) + (lines[n_rows][:40] if n_rows < 5 else b""))
+    assert kvcliff("run", "--resume", str(finished_run)).returncode == 0
+    rows = assert_complete(finished_run, len(SESSIONS) * REQUESTS)
+    assert len({row.key for row in rows}) == len(rows)
+    assert len(list(finished_run.glob("cut-*"))) == (1 if n_rows < REQUESTS else 0)
+
+
+def test_a_copied_journal_is_refused_by_name(kvcliff: Kvcliff, finished_run: Path) -> None:
+    # A66: rows of one session under another name would win or be counted twice.
+    journal = finished_run / "journal-02-lmcache.jsonl"
+    (finished_run / "journal-06-copy.jsonl").write_bytes(journal.read_bytes())
+    done = kvcliff("reconcile", str(finished_run))
+    assert done.returncode == 2
+    assert "journal-06-copy.jsonl: row 1 belongs to session '02-lmcache'" in done.stderr
+
+
+def test_a_row_of_another_run_is_refused(kvcliff: Kvcliff, finished_run: Path) -> None:
+    # A66
+    journal = finished_run / "journal-02-lmcache.jsonl"
+    journal.write_text(journal.read_text().replace(finished_run.name, "another-run"))
+    done = kvcliff("summarize", str(finished_run))
+    assert done.returncode == 2
+    assert "of run 'another-run'" in done.stderr
+
+
+def test_a_plan_edited_after_the_run_began_cannot_be_resumed(
+    kvcliff: Kvcliff, finished_run: Path
+) -> None:
+    plan = finished_run / "plan.toml"
+    plan.write_text(plan.read_text().replace("seed = 1", "seed = 2"))
+    done = kvcliff("run", "--resume", str(finished_run))
+    assert done.returncode == 2
+    assert "its plan.toml is now" in done.stderr
+
+
+def test_every_session_has_servers_of_its_own_so_no_cache_is_ever_reset(
+    finished_run: Path,
+) -> None:
+    # A44: a reset may answer 200 and keep the cache; a fresh server cannot.
+    manifest = json.loads((finished_run / "manifest.json").read_text())
+    commands = [s["commands"][0]["argv"] for s in manifest["sessions"].values()]
+    names = {argv[argv.index("--model-name") + 1] for argv in commands}
+    assert len(names) == len(SESSIONS)
+    events = map(json.loads, (finished_run / "processes.jsonl").read_text().splitlines())
+    started = {(e["pid"], e["create_time"]) for e in events if e["event"] == "started"}
+    assert len(started) == len(SESSIONS)
+
+
+def test_a_request_that_timed_out_spoils_the_next_one_while_the_server_is_busy(
+    kvcliff: Kvcliff, plan: Path, tmp_path: Path
+) -> None:
+    # A21: request 3 hangs and its counters come too late, so the server is not seen idle.
+    plan.write_text(plan.read_text() + "[deadlines]\nrequest_s = 1\nsettle_s = 1\n")
+    hang = [{"match": {"nth": 3}, "do": [{"hang_after": 0}, {"metrics_lag_s": 3}]}]
+    assert kvcliff("run", str(plan), script=hang).returncode == 1
+    rows = [row for row in all_rows(the_run(tmp_path)) if row.session == "01-baseline"]
+    assert [row.complete for row in rows[:3]] == [True, False, False]
+    assert "was not idle" in str(rows[2].error)
+    assert rows[2].ttft_ms is None
 
 
 def test_leftover_servers_are_named_and_only_those_are_ended(

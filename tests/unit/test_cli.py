@@ -1,10 +1,12 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import cli
+from servers.processes import Ledger, identify
 from tests.factory import PLAN_TOML
 
 
@@ -34,6 +36,8 @@ def kvcliff(*words: str) -> int:
         (["reconcile", "nowhere"], "nowhere is not a run folder"),
         (["summarize", "nowhere"], "nowhere is not a run folder"),
         (["run", "--resume", "nowhere"], "nowhere is not a run folder"),
+        (["run", "demo", "--resume", "nowhere"], "--resume goes on with its run's own plan"),
+        (["run", "--results", "r", "--resume", "nowhere"], "leave out PLAN and --results"),
     ],
 )
 def test_wrong_usage_exits_2_with_a_message_and_no_traceback(
@@ -86,14 +90,37 @@ def test_a_broken_plan_file_is_named_with_its_field(
     assert "my.toml: workload.documents" in capsys.readouterr().err
 
 
-def test_doctor_names_every_check_and_a_remedy_for_each_problem(
-    capsys: pytest.CaptureFixture[str],
+def test_doctor_fails_on_a_left_over_server_and_names_its_pid(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    status = kvcliff("doctor", "--json")
-    checks = json.loads(capsys.readouterr().out)["checks"]
+    ours = identify(os.getpid())
+    assert ours is not None
+    (tmp_path / "results" / "killed").mkdir(parents=True)
+    ledger = Ledger(
+        tmp_path / "results" / "killed" / "processes.jsonl", session="01-baseline", work="kvc-x"
+    )
+    ledger.started(ours, "vllm")
+    assert kvcliff("doctor", "--json") == 3
+    checks = {check["what"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert len(checks) >= 6
-    assert all(check["remedy"] for check in checks if check["status"] != "ok")
-    assert status == (3 if any(check["status"] == "error" for check in checks) else 0)
+    assert str(os.getpid()) in checks["left-over servers"]["found"]
+    assert checks["left-over servers"]["remedy"] == "kvcliff run --end-leftovers"
+
+
+def test_a_results_folder_that_cannot_be_made_is_an_environment_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "my.toml").write_text(PLAN_TOML)
+    assert kvcliff("run", "my.toml", "--results", "file/results") == 3
+    captured = capsys.readouterr()
+    assert "Not a directory" in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_verbose_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvcliff("-v", "plan", "nope.toml") == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_cache_folder_that_cannot_be_made_is_an_environment_error(

@@ -1,11 +1,15 @@
 from typing import Any
 
-from harness.findings import Finding, find, has_failed
+from harness.findings import Finding, find, has_failed, reconcile_json
 from harness.journal import PredictedRow, Row
 from harness.reconcile import Reconciliation, join
 from tests.factory import failed, make_plan, make_prediction, make_row
 
 SESSIONS = ("01-baseline", "02-lmcache")
+PLAN = make_plan(
+    order='order = ["baseline", "lmcache", "lmcache", "baseline", "control"]',
+    more="[control]\nnum_gpu_blocks = 99",
+)
 FACTS = {
     "vllm_version": "0.32.0",
     "lmcache_version": "0.5.6",
@@ -39,13 +43,13 @@ def run_of(
     predictions: list[PredictedRow] | None = None,
     facts: dict[str, dict[str, Any]] | None = None,
     notes: tuple[str, ...] = (),
+    planned: list[tuple[str, str, int]] | None = None,
 ) -> Reconciliation:
     expected = predictions or [make_prediction(row) for row in rows]
     sessions = {name: {"facts": FACTS} for name in SESSIONS} if facts is None else facts
-    requests = join(
-        [p.key for p in expected], {r.key: r for r in rows}, {p.key: p for p in expected}
-    )
-    return Reconciliation("run", make_plan(), {"sessions": sessions}, requests, notes)
+    keys = [p.key for p in expected] if planned is None else planned
+    requests = join(keys, {r.key: r for r in rows}, {p.key: p for p in expected})
+    return Reconciliation("run", PLAN, {"sessions": sessions}, requests, notes)
 
 
 def codes(run: Reconciliation) -> list[str]:
@@ -107,6 +111,49 @@ def test_a_row_nobody_planned_is_an_error() -> None:
     rows = sound_rows()
     run = run_of([*rows, make_row(doc=9)], predictions=[*map(make_prediction, rows)])
     assert codes(run) == ["unplanned-requests"]
+
+
+def test_a_missing_pass_is_an_error() -> None:
+    # A70: delete one pass.
+    rows = sound_rows()
+    finding = the_finding(run_of(rows[:1], predictions=[*map(make_prediction, rows)]))
+    assert finding.code == "missing-requests"
+    assert "2 of 3 planned" in finding.message
+
+
+def test_a_deleted_prediction_does_not_shrink_what_was_planned() -> None:
+    # A70
+    rows = sound_rows()
+    run = run_of(rows, predictions=[*map(make_prediction, rows[:2])], planned=[r.key for r in rows])
+    assert codes(run) == ["missing-predictions"]
+    content = reconcile_json(run, find(run))
+    assert (content["requests_planned"], content["requests_reconciled"]) == (3, 2)
+
+
+def test_a_prediction_nobody_planned_is_an_error() -> None:
+    rows = sound_rows()
+    predictions = [*map(make_prediction, rows), make_prediction(rows[0], doc=7)]
+    run = run_of(rows, predictions=predictions, planned=[r.key for r in rows])
+    assert codes(run) == ["unplanned-requests"]
+
+
+def test_stores_that_found_no_room_are_a_warning_with_their_chunks() -> None:
+    # A41: LMCache drops the whole store and serves on.
+    rows = sound_rows()
+    after = {**(rows[2].counters_after or {}), "host_alloc_failed_chunks": 8}
+    rows[2] = rows[2].model_copy(update={"counters_after": after})
+    finding = the_finding(run_of(rows))
+    assert (finding.code, finding.severity) == ("stores-dropped", "warning")
+    assert "02-lmcache: LMCache found no room for 8 chunks" in finding.message
+
+
+def test_a_new_connection_in_a_measured_request_is_a_warning() -> None:
+    # A19
+    rows = sound_rows()
+    rows[0] = make_row(conn_reused=False)
+    finding = the_finding(run_of(rows))
+    assert (finding.code, finding.severity) == ("reconnected", "warning")
+    assert "1 of 3" in finding.message
 
 
 def test_a_failed_request_is_an_error_with_the_servers_own_words() -> None:

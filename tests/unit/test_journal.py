@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.errors import InputError
-from harness.journal import JournalWriter, load_json, read_journal, write_atomically
+from harness.files import load_json, write_atomically
+from harness.journal import JournalWriter, read_journal
 from tests.factory import failed, make_record, make_row, write_journal
 
 

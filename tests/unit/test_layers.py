@@ -38,8 +38,10 @@ def test_a_package_imports_only_the_layers_below_it(package: str) -> None:
 
 
 def test_sim_needs_the_standard_library_only() -> None:
+    # sim/curves/ walks traces of billions of tokens: numpy, and numba where there is one.
     for file in files("sim"):
-        assert imported(file) - {"sim", "kvsim"} <= sys.stdlib_module_names, file
+        extra = {"numpy", "numba"} if file.parent.name == "curves" else set()
+        assert imported(file) - {"sim", "kvsim"} - extra <= sys.stdlib_module_names, file
 
 
 def test_no_module_needs_an_engine_to_be_imported() -> None:

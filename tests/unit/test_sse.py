@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +386,24 @@ def test_every_sampling_field_a_server_has_defaults_for_is_sent():
     assert (body["presence_penalty"], body["frequency_penalty"], body["stop"]) == (0.0, 0.0, [])
     assert body["stream_options"] == {"include_usage": True}
     assert body["return_token_ids"] is True
+
+
+# A46: a template or a locale that changes the prompt's prefix
+def test_the_bytes_sent_do_not_depend_on_date_time_zone_or_locale():
+    code = (
+        "import json, hashlib; from harness.stream import request_body\n"
+        "body = json.dumps(request_body(model='m', prompt=[5, 6], output_tokens=8))\n"
+        "print(hashlib.sha256(body.encode()).hexdigest(), 'prompt' in body, 'messages' in body)"
+    )
+    places = ({"TZ": "UTC", "LANG": "C"}, {"TZ": "Asia/Tokyo", "LANG": "tr_TR.UTF-8"})
+    said = {
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, **place},
+                       capture_output=True, text=True, check=True, timeout=60).stdout
+        for place in places
+    }  # fmt: skip
+    assert len(said) == 1
+    # Token ids to /v1/completions: there is no chat template that could print today's date.
+    assert said.pop().split()[1:] == ["True", "False"]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,12 @@ def test_medians_means_and_ratios_come_from_unrounded_values(summarize):
     )
 
 
+def test_a_ratio_is_not_formed_from_rounded_values(summarize):
+    # A68: 0.0174 / 0.0063 is 2.76; from the displayed 0.0 and 0.0 there would be none.
+    _, output = summarize(row(ttft_ms=0.0174), row("lmcache", ttft_ms=0.0063))
+    assert tables(output)["ratio"] == {"pass2-replay": {"p50": 2.76, "mean": 2.76}}
+
+
 def test_swapping_the_arms_inverts_the_ratio(summarize):
     _, output = summarize(row(ttft_ms=2), row("lmcache", ttft_ms=8))
     assert tables(output)["ratio"] == {"pass2-replay": {"p50": 0.25, "mean": 0.25}}

@@ -1,0 +1,105 @@
+"""Reading and writing the small files of a run: strict JSON, whole lines, whole files."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from harness.errors import InputError
+
+
+def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:
+    """Non-blank lines with their numbers, split on LF only; a torn last line goes to ``notes``."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    body, _, tail = content.removeprefix(b"\xef\xbb\xbf").rpartition(b"\n")
+    number = 0
+    for number, line in enumerate(body.split(b"\n") if body else [], start=1):
+        if line.strip():
+            yield number, line
+    if tail:
+        notes.append(
+            f"{path}: the last line ({len(tail)} bytes) has no line end: a record cut short "
+            "by a kill or a full disk; it is left out"
+        )
+
+
+def load_json(text: bytes, *, where: str) -> Any:
+    """Parse strict JSON: no duplicate keys, no NaN or infinity; InputError names ``where``."""
+    try:
+        return json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
+    except RecursionError:
+        raise InputError(f"{where}: JSON nested too deeply") from None
+    except ValueError as error:
+        raise InputError(f"{where}: not valid JSON: {error}") from None
+
+
+def describe_invalid(error: ValidationError) -> str:
+    """First problem of a validation error as ``field: message (got value)``."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or "record"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{field}: {first['msg']}, got {_short(first.get('input'))}{more}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in record if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} appears twice")
+    return record
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number JSON has")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
+def dump_json(value: Any) -> str:
+    """Strict one-line JSON: ASCII, no NaN or infinity (ValueError)."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` (UTF-8) in one step; a crash leaves the old file or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """``write_atomically`` of one line each."""
+    write_atomically(path, "".join(line + "\n" for line in lines))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """``write_atomically`` of readable, strict JSON."""
+    write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
