@@ -6,11 +6,12 @@ from typing import Any
 
 import httpx
 
+from harness.answer import StreamResult
 from harness.counters import CounterError, Measured, Snapshot, delta
 from harness.errors import MachineError
 from harness.journal import SCHEMA, JournalWriter, Row
 from harness.settle import Scraper, Settled
-from harness.stream import StreamResult, complete_prompt
+from harness.stream import complete_prompt
 from sim.workload import Request, Workload
 
 

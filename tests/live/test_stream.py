@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.stream import StreamResult, complete_prompt, open_client
+from harness.answer import StreamResult
+from harness.stream import complete_prompt, open_client
 from servers.fake import FakeServer, FakeSpec
 from servers.fake_engine import output_ids
 
