@@ -86,6 +86,13 @@ def run(
     else:
         experiment = resolve(load_plan(plan or "demo"), cache_dir=cache_dir)
         folder = create_run(experiment, results)
+    _measure(experiment, folder, cache_dir)
+    failed = _report(folder, as_json=False)
+    console.say(f"run folder: {folder.path}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def _measure(experiment: Experiment, folder: RunFolder, cache_dir: Path) -> None:
     console.say(f"run folder: {folder.path}")
     try:
         with folder.lock(), console.RunProgress(experiment) as progress:
@@ -93,9 +100,6 @@ def run(
     except KeyboardInterrupt:
         console.say(f"interrupted; go on with: kvcliff run --resume {folder.path}")
         raise
-    failed = _report(folder, as_json=False)
-    console.say(f"run folder: {folder.path}")
-    raise typer.Exit(1 if failed else 0)
 
 
 def _resumed(path: Path, cache_dir: Path) -> tuple[RunFolder, Experiment]:

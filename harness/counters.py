@@ -297,17 +297,8 @@ def _checked(prompt_tokens: int, computed: int, gpu_hit: int, host_loaded: int) 
 def _with_host(
     gpu: Measured, moved: Mapping[str, int], *, chunk_tokens: int, chunk_bytes: int | None
 ) -> Measured:
-    if moved.get("host_dropped_events"):
-        raise CounterError(
-            f"LMCache dropped {moved['host_dropped_events']} events, so its counters are short"
-        )
     _require_one(moved["host_lookups"], "LMCache counted", "lookups")
-    hit_chunks, rest = divmod(moved["host_hit_tokens"], chunk_tokens)
-    if rest:
-        raise CounterError(
-            f"LMCache hit {moved['host_hit_tokens']} tokens, no multiple of {chunk_tokens}: "
-            "its chunk size is not the one asked for"
-        )
+    hit_chunks = _hit_chunks(moved, chunk_tokens)
     stored = moved["host_written_chunks"]
     if max(stored, hit_chunks) > gpu.split.prompt_tokens // chunk_tokens:
         raise ForeignTraffic(
@@ -340,6 +331,20 @@ def _with_host(
             read_failed=moved["host_read_failed_chunks"],
         ),
     )
+
+
+def _hit_chunks(moved: Mapping[str, int], chunk_tokens: int) -> int:
+    if moved.get("host_dropped_events"):
+        raise CounterError(
+            f"LMCache dropped {moved['host_dropped_events']} events, so its counters are short"
+        )
+    chunks, rest = divmod(moved["host_hit_tokens"], chunk_tokens)
+    if rest:
+        raise CounterError(
+            f"LMCache hit {moved['host_hit_tokens']} tokens, no multiple of {chunk_tokens}: "
+            "its chunk size is not the one asked for"
+        )
+    return chunks
 
 
 def _chunks_due(split: TokenSplit, hit_chunks: int, *, chunk_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -143,30 +144,42 @@ def _measure(
         session=session.name,
     ) as running:
         facts = probe(running, session.arm)
-        folder.note_session(
-            session.name, _session_facts(running, facts, started, folder, cache_dir)
-        )
+        places = {str(folder.path.resolve()): "$RUN", str(cache_dir.resolve()): "$CACHE"}
+        noted = _session_facts(running, facts, places=places)
+        folder.note_session(session.name, {"started": started, **noted})
         progress.session_ready(session, start_s=running.start_s)
-        with (
-            JournalWriter(folder.journal(session.name)) as journal,
-            open_client(running.base_url, deadline_s=plan.deadlines.request_s) as client,
-            Scraper(
-                running.base_url,
-                lmcache_url=running.lmcache_url,
-                model_name=running.model_name,
-                launch_id=running.model_name,
-            ) as scraper,
-        ):
-            replay(
-                experiment.workload,
-                _context(experiment, session, folder, running),
-                client=client,
-                scraper=scraper,
-                journal=journal,
-                on_row=progress.row,
-                check_alive=running.check_alive,
-            )
+        context = _context(experiment, session, run=folder.name, model_name=running.model_name)
+        with JournalWriter(folder.journal(session.name)) as journal:
+            _replay(experiment, running, context=context, journal=journal, on_row=progress.row)
     folder.note_session(session.name, {"ended": _now()})
+
+
+def _replay(
+    experiment: Experiment,
+    running: Running,
+    *,
+    context: SessionContext,
+    journal: JournalWriter,
+    on_row: Callable[[Row], None],
+) -> None:
+    with (
+        open_client(running.base_url, deadline_s=context.request_s) as client,
+        Scraper(
+            running.base_url,
+            lmcache_url=running.lmcache_url,
+            model_name=running.model_name,
+            launch_id=running.model_name,
+        ) as scraper,
+    ):
+        replay(
+            experiment.workload,
+            context,
+            client=client,
+            scraper=scraper,
+            journal=journal,
+            on_row=on_row,
+            check_alive=running.check_alive,
+        )
 
 
 def _now() -> str:
@@ -174,16 +187,16 @@ def _now() -> str:
 
 
 def _context(
-    experiment: Experiment, session: SessionPlan, folder: RunFolder, running: Running
+    experiment: Experiment, session: SessionPlan, *, run: str, model_name: str
 ) -> SessionContext:
     plan = experiment.plan
     host = session.arm.host
     return SessionContext(
-        run=folder.name,
+        run=run,
         session=session.name,
         order=session.order,
         config=session.arm.name,
-        model_name=running.model_name,
+        model_name=model_name,
         chunk_tokens=host.chunk_tokens if host else None,
         chunk_bytes=experiment.chunk_bytes if host else None,
         request_s=plan.deadlines.request_s,
@@ -192,18 +205,15 @@ def _context(
 
 
 def _session_facts(
-    running: Running, facts: ServerFacts, started: str, folder: RunFolder, cache_dir: Path
+    running: Running, facts: ServerFacts, *, places: dict[str, str]
 ) -> dict[str, Any]:
-    places = {
+    places = places | {
         running.commands[0].env["TMPDIR"]: "$TMPDIR",
-        str(folder.path.resolve()): "$RUN",
-        str(cache_dir.resolve()): "$CACHE",
         sys.prefix: "$VENV",
         str(Path.cwd()): "$CHECKOUT",
         str(Path.home()): "$HOME",
     }
     return {
-        "started": started,
         "start_s": running.start_s,
         "facts": asdict(facts),
         "commands": [_portable(command, places) for command in running.commands],
