@@ -297,8 +297,8 @@ def _checked(prompt_tokens: int, computed: int, gpu_hit: int, host_loaded: int) 
 def _with_host(
     gpu: Measured, moved: Mapping[str, int], *, chunk_tokens: int, chunk_bytes: int | None
 ) -> Measured:
-    _require_one(moved["host_lookups"], "LMCache counted", "lookups")
     hit_chunks = _hit_chunks(moved, chunk_tokens)
+    _require_one(moved["host_lookups"], "LMCache counted", "lookups")
     stored = moved["host_written_chunks"]
     if max(stored, hit_chunks) > gpu.split.prompt_tokens // chunk_tokens:
         raise ForeignTraffic(
