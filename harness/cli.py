@@ -11,12 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from harness import console
+from harness.deployment import describe, read_deployment
 from harness.doctor import check_machine
 from harness.errors import InputError, KvcliffError, MachineError
 from harness.files import write_json
 from harness.findings import Finding, find, has_failed, reconcile_json
 from harness.leftovers import deal_with_leftovers
 from harness.plan import Experiment, load_plan, preset_names, read_plan, resolve
+from harness.predict_requests import predict_file
 from harness.preview import preview
 from harness.reconcile import Reconciliation, reconcile
 from harness.runfolder import PLAN_FILE, RunFolder
@@ -116,13 +118,41 @@ def _resumed(path: Path, cache_dir: Path) -> tuple[RunFolder, Experiment]:
 
 
 @app.command()
-def plan(plan: PlanName = "demo", as_json: Json = False) -> None:
+def plan(
+    plan: PlanName = "demo",
+    as_json: Json = False,
+    deployment: Annotated[
+        Path | None,
+        typer.Option(
+            help="Answer for a deployment that is only described (DEPLOYMENT.toml) instead."
+        ),
+    ] = None,
+) -> None:
     """Predict a plan: token sources per pass, tiers, commands, duration. Starts nothing."""
+    if deployment:
+        described = describe(read_deployment(deployment))
+        if as_json:
+            console.show_json(described)
+        else:
+            console.show_text(described["paragraph"])
+        return
     content = preview(resolve(load_plan(plan), cache_dir=_cache_dir()))
     if as_json:
         console.show_json(content)
     else:
         console.show_plan(content)
+
+
+@app.command()
+def predict(
+    spec: Annotated[Path, typer.Argument(help="SPEC.json: engine, block size, capacities.")],
+    requests: Annotated[
+        str, typer.Argument(help="REQUESTS.jsonl, one prompt a line; - reads stdin.")
+    ],
+) -> None:
+    """Predict where every prompt token comes from, one JSON line a request, as it is read."""
+    for row in predict_file(spec, requests):
+        console.show_line(row)
 
 
 @app.command(name="reconcile")

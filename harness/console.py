@@ -14,6 +14,7 @@ from rich.prompt import Confirm
 from rich.table import Table
 
 from harness.errors import KvcliffError
+from harness.files import dump_json
 from harness.findings import Finding
 from harness.journal import Row
 from harness.plan import Experiment, SessionPlan
@@ -47,6 +48,16 @@ def say(text: str) -> None:
 def show_json(content: Any) -> None:
     """A result for a program, on stdout."""
     print(json.dumps(content, indent=2))
+
+
+def show_line(record: dict[str, Any]) -> None:
+    """One JSON line of a result that is streamed, on stdout."""
+    sys.stdout.write(dump_json(record) + "\n")
+
+
+def show_text(text: str) -> None:
+    """A paragraph of a result, on stdout."""
+    out.print(text, markup=False)
 
 
 class RunProgress:
@@ -125,7 +136,7 @@ def _table(title: str, *columns: str) -> Table:
         min_width=len(title),
     )
     for column in columns:
-        is_name = column in ("pass", "arm", "source")
+        is_name = column in ("pass", "arm", "source", "tier")
         table.add_column(column, justify="left" if is_name else "right")
     return table
 
@@ -197,6 +208,10 @@ def show_plan(content: dict[str, Any]) -> None:
               markup=False, soft_wrap=True)  # fmt: skip
     out.print(_tier_table(content["tiers"]))
     out.print(_prediction_table(content["predicted"]))
+    if content["cliff"]["why_not"]:
+        say(content["cliff"]["why_not"])
+    else:
+        out.print(_cliff_table(content["cliff"]))
     for arm, commands in content["commands"].items():
         out.print(f"\nservers of {arm}:", markup=False)
         for command in commands:
@@ -234,6 +249,28 @@ def _prediction_table(predicted: dict[str, Any]) -> Table:
             )  # fmt: skip
         table.add_section()
     return table
+
+
+def _cliff_table(cliff: dict[str, Any]) -> Table:
+    table = _table(
+        "The cliff: the smallest tier that serves every replay in full, beside what is planned",
+        *("tier", "full from", "planned", "full"),
+    )
+    gpu, host = cliff["gpu"], cliff["host"]
+    for arm, planned in gpu["planned"].items():
+        table.add_row(f"GPU, {arm}", *_cliff_cells(gpu["full_from"], planned, unit="blocks"))
+    table.add_row("host", *_cliff_cells(host["full_from"], host["planned"], unit="chunks"))
+    return table
+
+
+def _cliff_cells(
+    full: dict[str, Any], planned: dict[str, Any], *, unit: str
+) -> tuple[str, str, str]:
+    texts = [
+        f"{size[unit]:,} {unit}, {size['tokens']:,} tokens, {size['gib']:.3g} GiB"
+        for size in (full, planned)
+    ]
+    return (texts[0], texts[1], "yes" if planned["is_full"] else "no")
 
 
 def show_checks(checks: Sequence[dict[str, Any]]) -> None:

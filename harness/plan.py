@@ -16,7 +16,7 @@ from harness.errors import InputError, MachineError
 from harness.files import describe_invalid
 from servers.arms import Arm, Build, HostTier, ServerSpec
 from servers.tinymodel import write_tiny_model
-from sim.geometry import KvGeometry, host_bytes
+from sim.geometry import KvGeometry, find_model, host_bytes
 from sim.predict import Prediction, TierSpec, predict
 from sim.workload import Workload, WorkloadSpec, build_workload
 
@@ -211,13 +211,12 @@ def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
     dtype = plan.server.dtype
     if dtype == "auto":
         dtype = "bfloat16" if build == "gpu" else "float32"
-    model = (
-        write_tiny_model(cache_dir / "models")
-        if plan.model.path == "tiny"
-        else Path(plan.model.path)
-    )
-    geometry = KvGeometry.from_config(_config_file(model), dtype)
-    vocab = plan.workload.vocab or _vocabulary(_config_file(model))
+    model = _model_folder(plan.model.path, cache_dir)
+    try:
+        geometry = KvGeometry.from_config(model, dtype)
+    except ValueError as error:
+        raise InputError(f"model.path {plan.model.path!r}: {error}") from None
+    vocab = plan.workload.vocab or _vocabulary(model / "config.json")
     resolved = plan.model_copy(
         update={
             "server": plan.server.model_copy(update={"build": build, "dtype": dtype}),
@@ -227,7 +226,8 @@ def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
     arms = _arms(resolved, str(model.resolve()))
     sessions = tuple(SessionPlan(i, arms[name]) for i, name in enumerate(plan.order, start=1))
     workload = _workload(resolved)
-    return Experiment(resolved, _plan_id(resolved), arms, sessions, workload, geometry)
+    plan_id = _plan_id(resolved, (model / "config.json").read_bytes())
+    return Experiment(resolved, plan_id, arms, sessions, workload, geometry)
 
 
 def planned_keys(plan: Plan) -> list[tuple[str, str, int]]:
@@ -311,14 +311,18 @@ def _impossible_tiers(plan: Plan) -> list[str]:
     return problems
 
 
-def _config_file(model: Path) -> Path:
-    config = model / "config.json"
-    if not config.is_file():
-        raise InputError(
-            f"model.path {str(model)!r} has no config.json",
-            hint="give `tiny` or a folder that holds a downloaded model",
-        )
-    return config
+def _model_folder(name: str, cache_dir: Path) -> Path:
+    """The model's folder: ``tiny`` is written, everything else must be there already."""
+    if name == "tiny":
+        return write_tiny_model(cache_dir / "models")
+    hint = "give `tiny`, a folder with config.json and weights, or a downloaded hub model"
+    try:
+        folder = find_model(name)
+    except ValueError as error:
+        raise InputError(f"model.path: {error}", hint=hint) from None
+    if not (folder / "config.json").is_file():
+        raise InputError(f"model.path {name!r} has no config.json", hint=hint)
+    return folder
 
 
 def _vocabulary(config: Path) -> tuple[int, int]:
@@ -371,8 +375,13 @@ def _arms(plan: Plan, model: str) -> dict[str, Arm]:
     return arms
 
 
-def _plan_id(plan: Plan) -> str:
-    """Name and content hash: runs with equal ids asked the same thing of the same engine build."""
-    content = plan.model_dump(mode="json", by_alias=True, exclude={"name", "deadlines"})
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return f"{plan.name}-{digest[:8]}"
+def _plan_id(plan: Plan, model_config: bytes) -> str:
+    """Name and content hash: runs with equal ids asked the same of the same build and model shape.
+
+    The model counts by its config.json, not by where it lies; what only waits or judges does not.
+    """
+    content = plan.model_dump(
+        mode="json", by_alias=True, exclude={"name", "deadlines", "model"}, exclude_defaults=True
+    )
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode() + model_config)
+    return f"{plan.name}-{digest.hexdigest()[:8]}"

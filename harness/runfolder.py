@@ -1,19 +1,31 @@
 """The run folder: where the files of one run are, and its manifest."""
 
 import fcntl
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import InputError
-from harness.files import write_json
+from harness.files import describe_invalid, load_json, write_json
 from harness.journal import Row, read_journal
 
 PLAN_FILE = "plan.toml"
 LEDGER_FILE = "processes.jsonl"
+
+
+class Manifest(BaseModel):
+    """What every reader of ``manifest.json`` relies on; the other fields describe the machine."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    schema_version: Literal[1] = Field(alias="schema")  # history: 1 = first published
+    run: str
+    plan_id: str
+    sessions: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +88,19 @@ class RunFolder:
         self.write_manifest(manifest)
 
     def read_manifest(self) -> dict[str, Any]:
-        """The manifest of a run; InputError when it is missing or not JSON."""
+        """The manifest of a run; InputError when it is missing or not one."""
         path = self.path / "manifest.json"
         try:
-            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content = path.read_bytes()
         except OSError as error:
             raise InputError(
                 f"{self.path} is not a run folder: no readable manifest.json ({error.strerror})"
             ) from None
-        except ValueError as error:
-            raise InputError(f"{path}: not valid JSON: {error}") from None
-        return manifest
+        try:
+            manifest = Manifest.model_validate(load_json(content, where=str(path)))
+        except ValidationError as error:
+            raise InputError(f"{path}: {describe_invalid(error)}") from None
+        return manifest.model_dump(by_alias=True)
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the manifest in one step."""

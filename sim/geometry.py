@@ -1,47 +1,20 @@
-"""Bytes of KV per token, from a model's own config.json: no framework, no download.
+"""Bytes of KV a token needs, and which local files say so: no framework, no download.
 
-Full attention with one KV head count in every layer (MHA, GQA, MQA) only. Anything that keeps
-less, or something else, per token is refused: a wrong size would misplace every capacity.
+The plain case every capacity here rests on: one group of full-attention layers with one KV head
+count. Anything else is refused, since a wrong size would misplace every capacity; ``sim.layout``
+answers for those.
 """
 
-import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from sim.layout import KvLayout
 from sim.tiers import align_up
 
 GIB = 2**30
-
-_DTYPE_BYTES = {
-    "float32": 4,
-    "float": 4,
-    "float16": 2,
-    "half": 2,
-    "bfloat16": 2,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-}
-
-# Fields that are set only by models whose KV is not one K and one V per layer and token
-# (names as in Hugging Face configs of DeepSeek-V2/V3, Llama 4, Gemma 3n, Jamba, Bamba, Qwen3-Next,
-# Nemotron-H, MiniMax and T5).
-_REFUSED_WHEN_SET = {
-    "kv_lora_rank": "MLA keeps a compressed latent, not heads",
-    "attention_chunk_size": "chunked attention keeps only a local window in some layers",
-    "num_kv_shared_layers": "some layers share another layer's KV",
-    "attn_layer_period": "only some layers have attention (hybrid)",
-    "attn_layer_indices": "only some layers have attention (hybrid)",
-    "full_attention_interval": "only some layers have full attention (hybrid)",
-    "hybrid_override_pattern": "only some layers have attention (hybrid)",
-    "layers_block_type": "layers differ in kind (hybrid)",
-    "attn_type_list": "layers differ in kind (hybrid)",
-    "is_encoder_decoder": "cross-attention keeps KV of the encoder too",
-    "multi_query": "the KV head count is not in num_key_value_heads",
-    "num_kv_heads": "the KV head count is not in num_key_value_heads",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +33,13 @@ class KvGeometry:
 
         ``kv_dtype`` is what the cache is kept in ("bfloat16", "fp8", …); "auto" takes the config's
         own dtype, unless that is float32, which vLLM's "auto" casts down. Raises ValueError for a
-        model that is not plain full attention or a config with a size missing; OSError when there
-        is no file.
+        model that is not predictable to the token (``KvLayout.why_not_predictable``) or a config
+        with a size missing; OSError when there is no file.
         """
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file} is not JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{file} holds a {type(config).__name__}, not a model config")
-        text = config.get("text_config")
-        text = text if isinstance(text, dict) else config
-        _refuse_other_attention(text, file)
-        heads = _size(text, "num_attention_heads", file)
-        kv_heads = heads
-        if text.get("num_key_value_heads") is not None:
-            kv_heads = _size(text, "num_key_value_heads", file)
-        layers = _size(text, "num_hidden_layers", file)
-        per_head = _head_dim(text, heads, file) * _dtype_bytes(kv_dtype, text, config, file)
-        return cls(2 * layers * kv_heads * per_head)  # 2: one K and one V
+        layout = KvLayout.from_config(path, kv_dtype)
+        if layout.why_not_predictable is not None:
+            raise ValueError(f"{layout.source}: {layout.why_not_predictable}")
+        return cls(sum(group.bytes_per_token or 0 for group in layout.groups))
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
         """Bytes of one LMCache chunk, all layers in one object, before alignment."""
@@ -99,59 +59,42 @@ def host_bytes(gib: float) -> int:
     return int(gib * GIB)
 
 
-def _refuse_other_attention(text: Mapping[str, Any], file: Path) -> None:
-    for field, reason in _REFUSED_WHEN_SET.items():
-        if text.get(field) and not _names_kv_heads_too(text, field):
-            raise ValueError(f"{file} sets {field}={text[field]!r}: {reason}; not supported")
-    kinds = {kind for kind in text.get("layer_types") or () if kind != "full_attention"}
-    if kinds:
-        raise ValueError(f"{file} has layers of {sorted(kinds)}; only full_attention is supported")
-    # Qwen configs carry a window and switch it off; Mistral's has no switch and means it.
-    if text.get("sliding_window") and text.get("use_sliding_window", True):
-        raise ValueError(
-            f"{file} sets sliding_window={text['sliding_window']!r}: sliding-window attention "
-            "does not keep every token; not supported"
-        )
-    if text.get("v_head_dim") not in (None, text.get("head_dim")):
-        raise ValueError(f"{file} has v_head_dim={text['v_head_dim']!r}, not that of K")
+def find_model(name: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder or config.json ``name`` means: a path, or a hub id that is already downloaded.
 
-
-def _names_kv_heads_too(text: Mapping[str, Any], field: str) -> bool:
-    return field in ("multi_query", "num_kv_heads") and text.get("num_key_value_heads") is not None
-
-
-def _size(text: Mapping[str, Any], field: str, file: Path) -> int:
-    value = text.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{file} has {field}={value!r}; a whole number of at least 1 is needed")
-    return value
-
-
-def _head_dim(text: Mapping[str, Any], heads: int, file: Path) -> int:
-    if text.get("head_dim") is not None:
-        return _size(text, "head_dim", file)
-    hidden = _size(text, "hidden_size", file)
-    if hidden % heads:
-        raise ValueError(
-            f"{file} has no head_dim, and hidden_size {hidden} is not a multiple of {heads} heads"
-        )
-    return hidden // heads
-
-
-def _dtype_bytes(
-    kv_dtype: str, text: Mapping[str, Any], config: Mapping[str, Any], file: Path
-) -> int:
-    name = kv_dtype
-    if kv_dtype == "auto":
-        fields = (
-            found.get(field) for found in (text, config) for field in ("dtype", "torch_dtype")
-        )
-        name = next((str(value) for value in fields if value), "")
-        if name in ("", "float32"):
+    A path wins. A hub id ("org/name") is looked up in Hugging Face's cache (HF_HUB_CACHE, else
+    HF_HOME/hub, else XDG_CACHE_HOME/huggingface/hub) at the snapshot its ``refs/main`` names.
+    Nothing is downloaded: ValueError says where it looked.
+    """
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return path
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name in (".", ".."):
+        raise ValueError(f"model {name!r} is neither a path that exists nor a hub id like org/name")
+    repository = _hub_cache(environ) / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / "main"
+    snapshots = repository / "snapshots"
+    if reference.is_file():
+        snapshot = snapshots / reference.read_text(encoding="utf-8").strip()
+    else:
+        found = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
+        if len(found) > 1:
+            names = ", ".join(folder.name for folder in found)
             raise ValueError(
-                f"{file} says dtype {name or 'nothing'}, so vLLM's 'auto' depends on the machine: "
-                "name the KV dtype"
+                f"{snapshots} holds {len(found)} snapshots: give the path of one: {names}"
             )
-    if name not in _DTYPE_BYTES:
-        raise ValueError(f"KV dtype {name!r} is not known; known: {sorted(_DTYPE_BYTES)}")
-    return _DTYPE_BYTES[name]
+        snapshot = found[0] if found else snapshots / "main"
+    if not (snapshot / "config.json").is_file():
+        raise ValueError(
+            f"model {name!r} is not a path, and not downloaded: no config.json in {snapshot}"
+        )
+    return snapshot
+
+
+def _hub_cache(environ: Mapping[str, str]) -> Path:
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if environ.get(variable):
+            return Path(environ[variable]).expanduser()
+    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or f"{base}/huggingface"
+    return Path(home).expanduser() / "hub"

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from sim.geometry import KvGeometry, host_bytes
+from sim.geometry import KvGeometry, find_model, host_bytes
 
 # The values that matter of each model's published config.json.
 QWEN3_06B = {
@@ -46,6 +46,23 @@ def test_qwen3_06b_keeps_114688_bytes_a_token(geometry):
 def test_qwen25_15b_keeps_28672_bytes_a_token(geometry):
     # 2 * 28 * 2 heads * (1536 / 12 = 128) * 2 bytes; its window is switched off.
     assert geometry(QWEN25_15B) == KvGeometry(28_672)
+
+
+def test_llama_31_8b_keeps_131072_bytes_a_token(geometry):
+    # 2 * 32 layers * 8 heads * (4096 / 32 = 128) * 2 bytes.
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "torch_dtype": "bfloat16",
+    }
+    assert geometry(llama, "auto") == KvGeometry(131_072)
+
+
+def test_an_fp8_cache_halves_a_bfloat16_model(geometry):
+    assert geometry(QWEN3_06B, "fp8") == KvGeometry(57_344)
 
 
 def test_the_labs_4864_tokens_of_qwen25_15b_are_0_1299_gib():
@@ -103,16 +120,19 @@ def test_an_unknown_cache_dtype_is_refused(geometry):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"kv_lora_rank": 512}, "MLA"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "MLA"),
         ({"sliding_window": 4096}, "sliding-window"),
         ({"sliding_window": 4096, "use_sliding_window": True}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "hybrid .*sliding_window"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "hybrid .*state"),
+        ({"layer_types": ["linear_attention"] * 2}, "recurrent state"),
         ({"attention_chunk_size": 8192}, "chunked"),
-        ({"full_attention_interval": 4}, "hybrid"),
+        ({"full_attention_interval": 2}, "hybrid"),
         ({"attn_layer_period": 8}, "hybrid"),
-        ({"hybrid_override_pattern": "M-M*"}, "hybrid"),
-        ({"num_kv_shared_layers": 10}, "share"),
+        ({"hybrid_override_pattern": "M*"}, "hybrid"),
+        ({"num_kv_shared_layers": 1}, "share"),
+        ({"mamba_d_state": 256}, "recurrent"),
+        ({"global_head_dim": 512}, "different size"),
         ({"is_encoder_decoder": True}, "cross-attention"),
         ({"multi_query": True}, "num_key_value_heads"),
         ({"head_dim": 8, "v_head_dim": 16}, "v_head_dim"),
@@ -127,7 +147,7 @@ def test_a_model_that_is_not_plain_full_attention_is_refused_with_its_reason(
 
 def test_refusal_looks_into_text_config_too(geometry):
     with pytest.raises(ValueError, match="MLA"):
-        geometry({"text_config": PLAIN | {"kv_lora_rank": 512}})
+        geometry({"text_config": PLAIN | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}})
 
 
 def test_layer_types_that_are_all_full_attention_are_accepted(geometry):
@@ -172,3 +192,56 @@ def test_host_bytes_are_cut_to_whole_bytes_of_binary_gib():
 def test_a_geometry_of_no_bytes_does_not_exist():
     with pytest.raises(ValueError, match="0 bytes"):
         KvGeometry(0)
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A cache folder with one downloaded model of two snapshots; ``refs/main`` names the second."""
+    repository = tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-0.6B"
+    for commit, layers in (("aaa", 1), ("bbb", 28)):
+        folder = repository / "snapshots" / commit
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(QWEN3_06B | {"num_hidden_layers": layers}))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("bbb")
+    return repository
+
+
+def test_a_hub_id_means_the_downloaded_snapshot_of_main(hub):
+    found = find_model("Qwen/Qwen3-0.6B", {"HF_HOME": str(hub.parents[1])})
+    assert found == hub / "snapshots" / "bbb"
+    assert KvGeometry.from_config(found, "bfloat16") == KvGeometry(114_688)
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "XDG_CACHE_HOME"])
+def test_the_hub_cache_may_be_named_by_other_variables(hub, variable, tmp_path):
+    where = hub.parent
+    if variable == "XDG_CACHE_HOME":
+        (tmp_path / "huggingface").symlink_to(hub.parents[1])
+        where = tmp_path
+    found = find_model("Qwen/Qwen3-0.6B", {variable: str(where)})
+    assert found.name == "bbb"
+
+
+def test_a_model_that_is_not_downloaded_is_refused_with_the_place_looked_at(hub):
+    with pytest.raises(ValueError, match=r"not downloaded: .*models--Qwen--Qwen3-8B"):
+        find_model("Qwen/Qwen3-8B", {"HF_HOME": str(hub.parents[1])})
+
+
+def test_snapshots_without_a_reference_are_not_guessed_among(hub):
+    (hub / "refs" / "main").unlink()
+    with pytest.raises(ValueError, match=r"2 snapshots.*aaa, bbb"):
+        find_model("Qwen/Qwen3-0.6B", {"HF_HOME": str(hub.parents[1])})
+
+
+def test_a_path_that_exists_wins_over_a_hub_id(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    found = find_model("Qwen/Qwen3-0.6B", {"HF_HOME": str(hub.parents[1])})
+    assert found.resolve() == tmp_path / "Qwen" / "Qwen3-0.6B"
+
+
+@pytest.mark.parametrize("name", ["", "..a/b/c", "a b", "/no/such/folder"])
+def test_a_name_that_is_neither_path_nor_hub_id_is_refused(name):
+    with pytest.raises(ValueError, match="neither a path"):
+        find_model(name, {})

@@ -100,5 +100,5 @@ def test_a_resolved_plan_resolves_to_itself(tmp_path: Path) -> None:
 
 def test_a_model_folder_without_config_is_named(tmp_path: Path) -> None:
     text = PLAN_TOML + f'[model]\npath = "{tmp_path}"\n'
-    with pytest.raises(InputError, match=r"has no config\.json"):
+    with pytest.raises(InputError, match=r"config\.json"):
         resolve(parse_plan(text.encode(), where="p"), cache_dir=tmp_path)

@@ -1,0 +1,330 @@
+"""A deployment that is only described: what its caches would serve, and from which size on.
+
+For set-ups met in the wild, "no gain, 0 hits": the model, vLLM's own log line and the workload's
+shape are enough. Nothing is started and no plan is needed.
+"""
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import InputError
+from harness.files import describe_invalid
+from sim.geometry import GIB, find_model
+from sim.layout import KvGroup, KvLayout
+from sim.predict import NotPredictable, TierSpec
+from sim.streaming import StreamPredictor, segment_ids
+from sim.tiers import HostKind, align_up
+from sim.workload import PassOrder, pass_name
+
+_MOST_TOKENS = 50_000_000  # about 6 s a prediction, and up to four are made
+
+Count = Annotated[int, Field(ge=1, le=2**40)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+_SIZE_IS = {
+    "lmcache": "per worker, max_local_cpu_size",
+    "lmcache-mp": "per server, --l1-size-gb",
+    "native": "for all workers, --kv-offloading-size",
+}
+
+
+class Deployment(BaseModel):
+    """DEPLOYMENT.toml. ``model``: a path, or a hub id already downloaded.
+
+    ``gpu_kv_tokens`` is vLLM's log line "GPU KV cache size: N tokens". ``host_gib`` is the size as
+    it is configured: of each worker for ``lmcache``, of the server for ``lmcache-mp``, in all for
+    ``native``. The documents are asked in ``passes``, each time with a question of its own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str
+    gpu_kv_tokens: Count
+    documents: Annotated[int, Field(ge=1, le=1_000_000)]
+    document_tokens: Count
+    passes: Annotated[tuple[PassOrder, ...], Field(min_length=1, strict=False)] = ("fwd", "fwd")
+    question_tokens: Count = 20
+    output_tokens: Count = 16
+    host: HostKind = "lmcache-mp"
+    host_gib: Annotated[float, Field(ge=0, le=1_048_576)] = 0.0
+    engine: str = "0.32.0"
+    kv_dtype: str = "auto"
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
+    block_size: Count = 16
+    chunk_tokens: Count = 256
+    watermark: Share = 0.8
+    evict_ratio: Share = 0.2
+    policy: Literal["LRU", "noop"] = "LRU"
+    max_num_batched_tokens: Count = 8192
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of every prompt."""
+        return self.document_tokens + self.question_tokens
+
+
+def read_deployment(path: Path) -> Deployment:
+    """DEPLOYMENT.toml; InputError names file, field and value."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        deployment = Deployment.model_validate(content)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except ValidationError as error:
+        fields = ", ".join(Deployment.model_fields)
+        raise InputError(f"{path}: {describe_invalid(error)}", hint=f"fields: {fields}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+    asked = deployment.prompt_tokens * deployment.documents * len(deployment.passes)
+    if asked > _MOST_TOKENS:
+        raise InputError(
+            f"{path}: {asked:,} prompt tokens in all; at most {_MOST_TOKENS:,} are predicted here",
+            hint="describe fewer documents and a proportionally smaller GPU and host tier",
+        )
+    return deployment
+
+
+def describe(deployment: Deployment) -> dict[str, Any]:
+    """What the deployment would serve, as JSON-ready values, and a paragraph that says it.
+
+    ``enough`` are sizes at which replays find every document, each tier alone (``gpu_tokens``,
+    ``host_chunks``, ``host_gib``; null for a host that can serve none); ``predicted`` has prompt
+    tokens by pass and source, ``predicted_with_enough_host`` those beside a host tier of that size.
+    ``inexact_because`` is empty where the prediction is exact to the token for one request at a
+    time. Raises InputError for a model or sizes no server could have.
+    """
+    try:
+        group, inexact = _only_group(deployment)
+        sizes = _sizes(deployment, group)
+        predicted = _predict(deployment, _tiers(deployment, sizes["host"]["chunks"]))
+        chunks, better = _enough_host(deployment)
+    except NotPredictable as error:
+        raise InputError(f"this deployment cannot be predicted: {error}") from None
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    except OSError as error:
+        raise InputError(f"model {deployment.model!r}: {error}") from None
+    content = {
+        "schema": 1,
+        "bytes_per_token": group.bytes_per_token,
+        "gpu": sizes["gpu"],
+        "host": sizes["host"],
+        "enough": {
+            "gpu_tokens": _enough_gpu(deployment),
+            "host_chunks": chunks,
+            "host_gib": None if chunks is None else chunks * sizes["host"]["chunk_bytes"] / GIB,
+        },
+        "predicted": predicted,
+        "predicted_with_enough_host": better,
+        "inexact_because": inexact,
+    }
+    return content | {"paragraph": " ".join(_sentences(deployment, content))}
+
+
+def _only_group(deployment: Deployment) -> tuple[KvGroup, list[str]]:
+    """The model's one group of layers, and why a prediction for it is not exact."""
+    layout = KvLayout.from_config(find_model(deployment.model), deployment.kv_dtype)
+    if len(layout.groups) > 1 or layout.groups[0].kind not in ("full_attention", "mla"):
+        held = "; ".join(
+            f"{g.layers} layers of {g.kind}: "
+            + (
+                f"{g.bytes_per_token:,} bytes a token"
+                if g.bytes_per_token is not None
+                else f"{g.state_bytes or 'unknown'} bytes a sequence"
+            )
+            for g in layout.groups
+        )
+        raise ValueError(f"{deployment.model}: {layout.why_not_predictable} ({held})")
+    inexact = [layout.why_not_predictable] if layout.why_not_predictable else []
+    if deployment.tensor_parallel > 1:
+        inexact.append("more than one tensor-parallel worker was never compared with the engines")
+    if deployment.prompt_tokens > deployment.max_num_batched_tokens and deployment.host != "none":
+        inexact.append(
+            f"prompts of {deployment.prompt_tokens:,} tokens take several prefill steps of "
+            f"{deployment.max_num_batched_tokens:,}; predicted as if in one"
+        )
+    return layout.groups[0], inexact
+
+
+def _sizes(deployment: Deployment, group: KvGroup) -> dict[str, Any]:
+    """Both tiers as configured; ``chunk_bytes`` is what one chunk takes of the configured size."""
+    worker = group.worker_bytes_per_token(deployment.tensor_parallel)
+    # A latent is stored by one rank for all; otherwise every rank stores its own heads, and
+    # in-process each into a store of its own.
+    shares = 1
+    if group.kv_heads is not None and deployment.host != "lmcache":
+        shares = deployment.tensor_parallel
+    chunk_bytes = shares * align_up(worker * deployment.chunk_tokens)
+    chunks = 0 if deployment.host == "none" else int(deployment.host_gib * GIB) // chunk_bytes
+    return {
+        "gpu": {
+            "tokens": deployment.gpu_kv_tokens,
+            "gib_per_worker": deployment.gpu_kv_tokens * worker / GIB,
+        },
+        "host": {
+            "kind": deployment.host,
+            "gib": deployment.host_gib,
+            "gib_is": _SIZE_IS.get(deployment.host),
+            "chunk_bytes": chunk_bytes,
+            "chunks": chunks,
+            "tokens": chunks * deployment.chunk_tokens,
+        },
+    }
+
+
+def _enough_gpu(deployment: Deployment) -> int:
+    """Tokens, as vLLM logs them, of a GPU tier that finds every document in every replay.
+
+    The documents' whole blocks stay; a request's other blocks reuse the ones of the request before
+    that hold its question; one more is vLLM's null block.
+    """
+    d, block = deployment, deployment.block_size
+    blocks = -(-(d.prompt_tokens + d.output_tokens - 1) // block)
+    whole = d.document_tokens // block
+    questions = (d.prompt_tokens + d.output_tokens - 1) // block - whole
+    # Questions that fill blocks leave hashed ones, which age as the documents do.
+    kept = d.documents * len(d.passes) * questions
+    return (1 + d.documents * whole + blocks - whole + kept) * block
+
+
+def _enough_host(deployment: Deployment) -> tuple[int | None, dict[str, dict[str, int]] | None]:
+    """Chunks that serve every replay as an endless host would, and what is predicted with them."""
+    d = deployment
+    shared = d.document_tokens // d.chunk_tokens
+    if d.host == "none" or not shared:
+        return None, None
+    per_prompt = d.prompt_tokens // d.chunk_tokens
+    # Questions that complete a chunk of their own leave it behind, never to be found again.
+    distinct = d.documents * (shared + (per_prompt - shared) * len(d.passes))
+    room = d.watermark if d.host == "lmcache-mp" else 1.0
+    least = int(distinct / room) + (1 if d.host == "lmcache-mp" else 0)
+    endless = _predict(d, _tiers(d, least + 2 * per_prompt + 1))
+    for chunks in (least, least + per_prompt):
+        if _predict(d, _tiers(d, chunks)) == endless:
+            return chunks, endless
+    return least + 2 * per_prompt + 1, endless
+
+
+def _tiers(deployment: Deployment, host_chunks: int) -> TierSpec:
+    kind = deployment.host
+    tiers = TierSpec(
+        engine=deployment.engine,
+        block_size=deployment.block_size,
+        num_gpu_blocks=deployment.gpu_kv_tokens // deployment.block_size,
+        max_num_batched_tokens=max(deployment.prompt_tokens, deployment.max_num_batched_tokens),
+        host=kind,
+        chunk_tokens=deployment.chunk_tokens,
+        watermark=deployment.watermark,
+        evict_ratio=deployment.evict_ratio,
+        policy=deployment.policy,
+    )
+    return tiers if kind == "none" else replace(tiers, host_chunks=host_chunks)
+
+
+def _predict(deployment: Deployment, tiers: TierSpec) -> dict[str, dict[str, int]]:
+    predictor = StreamPredictor(tiers)
+    passes: dict[str, dict[str, int]] = {}
+    for name, document, question in _requests(deployment):
+        prompt = (
+            *segment_ids(f"document {document}", deployment.document_tokens),
+            *segment_ids(question, deployment.question_tokens),
+        )
+        split = predictor.request(prompt, deployment.output_tokens).split
+        sums = passes.setdefault(name, {"computed": 0, "gpu_hit": 0, "host_loaded": 0})
+        for source in sums:
+            sums[source] += getattr(split, source)
+    return passes
+
+
+def _requests(deployment: Deployment) -> Iterator[tuple[str, int, str]]:
+    """(pass, document, question) of every request, in order."""
+    for index, order in enumerate(deployment.passes):
+        walk = range(deployment.documents)
+        name = pass_name(index, order)
+        for document in walk if order == "fwd" else reversed(walk):
+            yield name, document, f"question {name} {document}"
+
+
+def _sentences(deployment: Deployment, content: dict[str, Any]) -> Iterator[str]:
+    """The paragraph, sentence by sentence: sizes, outcome, cause, and what would have worked."""
+    d, host = deployment, content["host"]
+    on_each = f" on each of {d.tensor_parallel} workers" if d.tensor_parallel > 1 else ""
+    beside = "."
+    if d.host != "none":
+        beside = f" and the host tier {host['tokens']:,} ({d.host_gib:g} GiB {host['gib_is']})."
+    yield (
+        f"{d.documents:,} documents of {d.document_tokens:,} tokens are "
+        f"{d.documents * d.document_tokens:,} tokens of KV; the GPU tier holds {d.gpu_kv_tokens:,} "
+        f"({content['gpu']['gib_per_worker']:.1f} GiB{on_each}){beside}"
+    )
+    if len(d.passes) == 1:
+        yield "Every document is asked once, so no cache has anything to serve: ask them again."
+        return
+    served = _replays(content["predicted"])
+    yield (
+        f"Of the replays' {sum(served.values()):,} prompt tokens {served['computed']:,} are "
+        f"computed, {served['gpu_hit']:,} found on the GPU and {served['host_loaded']:,} loaded "
+        "from the host."
+    )
+    yield _verdict(deployment, content, served)
+    if content["inexact_because"]:
+        yield "Not exact to the token: " + "; ".join(content["inexact_because"]) + "."
+
+
+def _verdict(deployment: Deployment, content: dict[str, Any], served: dict[str, int]) -> str:
+    d, enough = deployment, content["enough"]
+    by_gpu = f"a GPU tier of {enough['gpu_tokens']:,} tokens would find every document"
+    whole = d.document_tokens // d.block_size * d.block_size
+    if served["gpu_hit"] == whole * d.documents * (len(d.passes) - 1):
+        return "No gain from a host tier: the GPU tier finds every document by itself."
+    if d.host == "none":
+        return f"There is no host tier; {by_gpu}."
+    if enough["host_chunks"] is None:
+        return (
+            f"No gain, 0 hits: a document has fewer tokens than a host chunk ({d.chunk_tokens}), "
+            f"so the host can never serve one; use smaller chunks, or {by_gpu}."
+        )
+    best = _replays(content["predicted_with_enough_host"])
+    if served == best:
+        return "The host tier keeps every document."
+    gib = ceil(enough["host_gib"] * 10) / 10
+    return (
+        f"{_why_host_fails(deployment, content, served)} What works: with {gib:g} GiB "
+        f"({content['host']['gib_is']}) {best['host_loaded']:,} tokens are loaded and "
+        f"{best['computed']:,} computed; {by_gpu}, too."
+    )
+
+
+def _why_host_fails(deployment: Deployment, content: dict[str, Any], served: dict[str, int]) -> str:
+    d, host = deployment, content["host"]
+    lead = "Less than it could be" if served["host_loaded"] else "No gain, 0 hits"
+    if d.prompt_tokens // d.chunk_tokens > host["chunks"]:
+        return f"{lead}: not even one prompt fits the host tier."
+    if host["tokens"] <= d.gpu_kv_tokens:
+        return (
+            f"{lead}: the host tier is no larger than the GPU tier and is written through, so it "
+            "holds little that the GPU does not."
+        )
+    rule = f" and evicts from {d.watermark:.0%} on" if d.host == "lmcache-mp" else ""
+    if d.policy == "noop":
+        rule = " and evicts nothing, so what comes late is never stored"
+    walk = ""
+    if d.policy != "noop" and any(a == b for a, b in pairwise(d.passes)):
+        walk = "; a walk in the same order asks for each one just after it has gone"
+    return f"{lead}: the host tier is smaller than the documents{rule}{walk}."
+
+
+def _replays(predicted: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Prompt tokens by source, all passes but the first together."""
+    replays = list(predicted.values())[1:]
+    return {
+        source: sum(tokens[source] for tokens in replays)
+        for source in ("computed", "gpu_hit", "host_loaded")
+    }

@@ -1,0 +1,1 @@
+"""Exact hit curves and GPU × host surfaces over request traces (numpy; numba when present)."""

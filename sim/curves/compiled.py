@@ -1,0 +1,157 @@
+"""A compiled trace on disk: ``NAME.kvtrace.npz``, a zip of numpy arrays that says what it is.
+
+Version 1, members: ``about`` (UTF-8 JSON: format, version, source, block_tokens, counts, and how
+it was made), the tree (``is_next``: whether an edge continues the one before it, packed bits;
+``parents`` of the others; ``length``; ``last_edge``) and the requests (``time_ms``,
+``session``, ``session_start_ms``, ``input_tokens``, ``output_tokens``). Times are whole
+milliseconds; sequences that grow slowly are stored as differences.
+"""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.curves.trace import Ints, Requests, TraceError
+from sim.curves.tree import PrefixTree
+
+SUFFIX = ".kvtrace.npz"
+FORMAT = "kvcliff compiled trace"
+VERSION = 1
+_MEMBERS = (
+    "is_next", "parents", "length", "last_edge",
+    "time_ms", "session", "session_start_ms", "input_tokens", "output_tokens",
+)  # fmt: skip
+
+
+def save(tree: PrefixTree, path: Path, *, notes: dict[str, Any] | None = None) -> None:
+    """Write ``tree`` to ``path`` whole or not at all; ``notes`` (JSON) come back from ``about``."""
+    requests = tree.requests
+    is_next = tree.parent == np.arange(len(tree.parent)) - 1
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "source": requests.source,
+        "block_tokens": requests.block_tokens,
+        "requests": len(requests),
+        "accesses": tree.n_accesses,
+        "distinct_blocks": tree.n_blocks,
+        "edges": len(tree.parent),
+        "starts_known": requests.starts_known,
+        "kv_bytes_per_token": requests.kv_bytes_per_token,
+        "notes": notes or {},
+    }
+    members = {
+        "about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8),
+        "is_next": np.packbits(is_next),
+        "parents": _small(np.diff(tree.parent[~is_next].astype(np.int64), prepend=0)),
+        "length": _small(tree.length),
+        "last_edge": _small(np.diff(tree.last_edge.astype(np.int64), prepend=0)),
+        "time_ms": _small(np.diff(_milliseconds(requests.time_s), prepend=0)),
+        "session": _small(np.diff(requests.session, prepend=0)),
+        "session_start_ms": _small(np.diff(_milliseconds(requests.session_start_s), prepend=0)),
+        "input_tokens": _small(np.diff(requests.input_tokens, prepend=0)),
+        "output_tokens": _small(requests.output_tokens),
+    }
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            np.savez_compressed(file, **members)  # type: ignore[arg-type]
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def is_compiled(path: Path) -> bool:
+    """Whether ``path`` looks like a compiled trace (a zip); other traces are text or compressed."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PK\x03\x04"
+    except OSError:
+        return False
+
+
+def about(path: Path) -> dict[str, Any]:
+    """What a compiled trace says about itself. Raises TraceError when it is not one."""
+    return _about(_members(path, ("about",)), path)
+
+
+def load(path: Path) -> PrefixTree:
+    """Read a compiled trace. Raises TraceError for a damaged file or another version."""
+    members = _members(path, ("about", *_MEMBERS))
+    said = _about(members, path)
+    try:
+        return _tree(members, said)
+    except (ValueError, IndexError, KeyError) as error:
+        raise TraceError(f"{path}: damaged compiled trace: {error}") from None
+
+
+def _members(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            missing = [name for name in names if name not in archive.files]
+            if missing:
+                raise TraceError(f"{path}: no compiled trace: it lacks {', '.join(missing)}")
+            return {name: archive[name] for name in names}
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+        raise TraceError(f"{path}: damaged compiled trace: {error}") from None
+
+
+def _about(members: dict[str, NDArray[Any]], path: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(members["about"].tobytes())
+    except ValueError as error:
+        raise TraceError(f"{path}: damaged compiled trace: {error}") from None
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        raise TraceError(f"{path}: not a {FORMAT}")
+    if said.get("version") != VERSION:
+        raise TraceError(
+            f"{path}: version {said.get('version')} of the format, but {VERSION} is read here: "
+            "compile the trace again"
+        )
+    return said
+
+
+def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
+    wide = {name: members[name].astype(np.int64) for name in _MEMBERS if name != "is_next"}
+    length = wide["length"]
+    is_next = np.unpackbits(members["is_next"])[: len(length)].astype(bool)
+    parent = np.arange(len(length), dtype=np.int64) - 1
+    parent[~is_next] = np.cumsum(wide["parents"])
+    requests = Requests(
+        time_s=np.cumsum(wide["time_ms"]) / 1000,
+        session=np.cumsum(wide["session"]),
+        session_start_s=np.cumsum(wide["session_start_ms"]) / 1000,
+        input_tokens=np.cumsum(wide["input_tokens"]),
+        output_tokens=wide["output_tokens"],
+        block_tokens=int(said["block_tokens"]),
+        source=str(said["source"]),
+        starts_known=bool(said["starts_known"]),
+        kv_bytes_per_token=said["kv_bytes_per_token"],
+    )
+    sizes = {len(requests.session), len(requests.input_tokens), len(requests.output_tokens)}
+    if sizes != {len(requests)} or len(requests) != said["requests"]:
+        raise ValueError("its columns differ in length")
+    last_edge = np.cumsum(wide["last_edge"]).astype(np.int32)
+    tree = PrefixTree.from_edges(requests, parent.astype(np.int32), length, last_edge)
+    if tree.n_accesses != said["accesses"]:
+        raise ValueError(f"{tree.n_accesses} accesses, but it says {said['accesses']}")
+    return tree
+
+
+def _milliseconds(seconds: NDArray[np.float64]) -> Ints:
+    return np.rint(seconds * 1000).astype(np.int64)
+
+
+def _small(values: NDArray[Any]) -> NDArray[np.signedinteger]:
+    """``values`` in the smallest integer type that holds them all."""
+    for kind in (np.int8, np.int16, np.int32):
+        limits = np.iinfo(kind)
+        if not len(values) or (limits.min <= values.min() and values.max() <= limits.max):
+            return values.astype(kind)
+    return values.astype(np.int64)

@@ -1,0 +1,95 @@
+"""Hits by GPU capacity when requests overlap, for a given order of starts and finishes.
+
+Exact for vLLM 0.32's pool at capacities that hold the running requests at all: blocks in use are
+in the pool, free ones stand behind them in the order they were freed. Smaller capacities would
+have made vLLM wait or preempt, which changes the order itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.curves.jit import read_only, run, use_numba
+from sim.curves.kernels import overlap
+from sim.curves.stack import Curve, decode_units, hit_caps, in_units, path_units
+from sim.curves.trace import Floats, Ints
+from sim.curves.tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrentCurve:
+    """``curve`` holds from ``exact_from`` blocks on, the most held at one time."""
+
+    curve: Curve
+    exact_from: int
+
+
+def events_of(starts_s: Floats, finishes_s: Floats) -> Ints:
+    """Start (r) and finish (−1 − r) events by time; at one instant finishes come first.
+
+    Raises ValueError when a request finishes before it starts.
+    """
+    if (finishes_s < starts_s).any():
+        r = int((finishes_s < starts_s).argmax())
+        raise ValueError(f"request {r} finishes at {finishes_s[r]} s, before {starts_s[r]} s")
+    numbers = np.arange(len(starts_s), dtype=np.int64)
+    event = np.concatenate([-1 - numbers, numbers])
+    # A request without duration must start before it finishes, so it counts as a start.
+    is_instant = finishes_s == starts_s
+    rank = np.concatenate([np.where(is_instant, 2, 0), np.ones(len(numbers), dtype=np.int64)])
+    ordered: Ints = event[np.lexsort((rank, np.concatenate([finishes_s, starts_s])))]
+    return ordered
+
+
+def concurrent_curve(
+    tree: PrefixTree,
+    events: Sequence[int] | Ints,
+    *,
+    unit_tokens: int | None = None,
+    last_token: bool = False,
+    decode: bool = False,
+    engine: str = "auto",
+) -> ConcurrentCurve:
+    """The curve of requests that start and finish in the order of ``events`` (``events_of``).
+
+    A block is visible to others once its request has started. ``decode``: blocks of generated
+    tokens are held from the start on. Raises ValueError unless every request starts once and
+    then finishes once.
+    """
+    ordered = np.asarray(events, dtype=np.int64)
+    _check(ordered, len(tree.requests))
+    unit = unit_tokens or tree.requests.block_tokens
+    begin, finish = in_units(tree, unit)
+    blocks = path_units(tree, finish)
+    n_edges = len(tree.parent)
+    tail = (
+        decode_units(tree, unit, blocks) if decode else np.zeros(len(tree.requests), dtype=np.int64)
+    )
+    diff = np.zeros(int((finish - begin).sum() + tail.sum()) + 3, dtype=np.int64)
+    peak = run(
+        overlap.concurrent_curve,
+        *(read_only(ordered), read_only(tree.last_edge), read_only(tree.parent)),
+        *(read_only(begin), read_only(finish)),
+        *(read_only(hit_caps(tree, unit, blocks, last_token=last_token)), read_only(tail)),
+        *(np.full(n_edges, -1, dtype=np.int64), np.zeros(n_edges, dtype=np.int64)),
+        *(np.zeros(len(ordered) + 1, dtype=np.int64), np.zeros(n_edges + 1, dtype=np.int64)),
+        *(np.zeros(2, dtype=np.int64), diff),
+        compiled=use_numba(len(ordered) * 60, engine),
+    )
+    hits = np.cumsum(np.cumsum(diff, out=diff), out=diff)
+    counted = Curve(hits[:-1], int(blocks.sum()), len(tree.requests), unit)
+    return ConcurrentCurve(counted, int(peak))
+
+
+def _check(events: Ints, n_requests: int) -> None:
+    starts, finishes = np.flatnonzero(events >= 0), np.flatnonzero(events < 0)
+    started, finished = events[starts], -1 - events[finishes]
+    everyone = np.arange(n_requests)
+    if not (np.array_equal(np.sort(started), everyone)
+            and np.array_equal(np.sort(finished), everyone)):  # fmt: skip
+        raise ValueError(f"each of {n_requests} requests must start once and finish once")
+    began = starts[np.argsort(started)]
+    ended = finishes[np.argsort(finished)]
+    if (ended < began).any():
+        raise ValueError(f"request {int((ended < began).argmax())} finishes before it starts")

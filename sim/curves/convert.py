@@ -1,0 +1,96 @@
+"""A trace written for other tools, so that they can cross-check ours."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from sim.curves.trace import Ints
+from sim.curves.tree import PrefixTree
+
+TARGETS = ("lmcache", "mooncake")
+
+
+def convert(
+    tree: PrefixTree,
+    target: str,
+    path: Path,
+    *,
+    order: Ints | None = None,
+    chunk_tokens: int | None = None,
+    kv_bytes_per_token: int = 2,
+) -> int:
+    """Write the requests of ``tree`` by arrival; returns how many.
+
+    "lmcache": lookup-hash JSONL as LMCache 0.5.6's MP server logs it and its cache simulator
+    reads it, in chunks of ``chunk_tokens`` (default: the trace's block). "mooncake": block ids
+    numbered afresh. ``.gz`` is compressed. The file is whole or absent. Raises ValueError for an
+    unknown target.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target {target!r} is not known; known: {', '.join(TARGETS)}")
+    order = tree.requests.order() if order is None else order
+    if target == "lmcache":
+        rows = _lookups(tree, order, chunk_tokens or tree.requests.block_tokens, kv_bytes_per_token)
+    else:
+        rows = _mooncake(tree, order)
+    part = path.with_name(path.name + ".part")
+    n = 0
+    try:
+        with _open(part, compress=path.suffix == ".gz") as file:
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
+                n += 1
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return n
+
+
+def _open(path: Path, *, compress: bool) -> IO[str]:
+    if compress:
+        return gzip.open(path, "wt", encoding="utf-8", compresslevel=6)
+    return path.open("w", encoding="utf-8")
+
+
+def lookup_events(
+    tree: PrefixTree, order: Ints, chunk_tokens: int, kv_bytes_per_token: int = 2
+) -> Iterator[dict[str, Any]]:
+    """The lookup events of ``convert``'s "lmcache", as LMCache's ``simulate`` takes them."""
+    return _lookups(tree, order, chunk_tokens, kv_bytes_per_token)
+
+
+def _lookups(
+    tree: PrefixTree, order: Ints, chunk_tokens: int, kv_bytes_per_token: int
+) -> Iterator[dict[str, Any]]:
+    block = tree.requests.block_tokens
+    arrivals = tree.requests.arrivals_s()
+    for r in order.tolist():
+        ids = tree.ids_of(r)
+        ends = np.arange(chunk_tokens, len(ids) * block + 1, chunk_tokens)
+        # A chunk's name: the block its last token is in, and where in it.
+        names = ids[(ends - 1) // block] * block + (ends - 1) % block
+        yield {
+            "timestamp": float(arrivals[r]),
+            "request_id": f"request-{r}",
+            "model_name": "trace",
+            "chunk_size": chunk_tokens,
+            "seq_len": max(int(tree.requests.input_tokens[r]), len(ids) * block),
+            "dtypes": ["int8"],
+            "shapes": [[chunk_tokens, kv_bytes_per_token]],
+            "chunk_hashes": [f"0x{name:016x}" for name in names.tolist()],
+        }
+
+
+def _mooncake(tree: PrefixTree, order: Ints) -> Iterator[dict[str, Any]]:
+    arrivals = np.rint(tree.requests.arrivals_s() * 1000).astype(np.int64)
+    for r in order.tolist():
+        yield {
+            "timestamp": int(arrivals[r]),
+            "input_length": int(tree.requests.input_tokens[r]),
+            "output_length": int(tree.requests.output_tokens[r]),
+            "hash_ids": tree.ids_of(r).tolist(),
+        }

@@ -1,0 +1,258 @@
+"""What the rows of each trace format mean, field by field, and which format a row is.
+
+Mooncake JSONL (FAST'25; ms, 512-token blocks) · WEKA agentic JSON (kv-cache-tester; s, ids local
+to a session) · LMCache 0.5.6 lookup-hash JSONL (s) · kvcache-simulator 0.1.3 JSONL (block_size in
+each row) · Qwen-Bailian JSONL (s, 16-token blocks) · kvcliff's own journals.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sim.curves.trace import TraceError
+
+MOONCAKE_BLOCK_TOKENS = 512
+BAILIAN_BLOCK_TOKENS = 16
+
+_DTYPE_BYTES = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int8": 1, "uint8": 1, "int32": 4, "int64": 8,
+}  # fmt: skip
+
+
+@dataclass(slots=True)  # not frozen: that triples the cost of making one
+class Row:
+    """One request. ``ids`` is its list of block ids, or the number of its extracted array.
+
+    ``scope``: ids of different scopes never mean the same block. ``session``: name of the session,
+    None when the request stands alone; ``session_start_s`` None when the format has no such time
+    (``time_s`` then counts from the session's start).
+    """
+
+    where: str
+    ids: Any
+    time_s: float
+    block_tokens: int
+    input_tokens: int
+    output_tokens: int = 0
+    scope: str = ""
+    session: str | None = None
+    has_start: bool = True
+    kv_bytes_per_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """``name``; the fields that give it away; the field of the ids; and its row reader."""
+
+    name: str
+    needs: frozenset[str]
+    ids_field: str
+    rows: Callable[[dict[str, Any], str, int | None], Iterator[Row]]
+
+
+def format_of(row: Any, where: str) -> Format:
+    """The format a first row belongs to. Raises TraceError that lists the formats known."""
+    if not isinstance(row, dict):
+        raise TraceError(f"{where}: a {type(row).__name__} where a JSON object should be")
+    for known in FORMATS:
+        if known.needs <= row.keys():
+            return known
+    expected = "; ".join(f"{f.name}: {', '.join(sorted(f.needs))}" for f in FORMATS)
+    fields = ", ".join(sorted(row)[:12]) or "none"
+    raise TraceError(f"{where}: not a trace format known here. It has the fields {fields}; "
+                     f"needed are {expected}")  # fmt: skip
+
+
+def _mooncake(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+    yield Row(
+        where,
+        row["hash_ids"],
+        number(row, "timestamp", where) / 1000,
+        block or MOONCAKE_BLOCK_TOKENS,
+        count(row, "input_length", where),
+        count(row, "output_length", where, default=0),
+    )
+
+
+def _bailian(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+    yield Row(
+        where,
+        row["hash_ids"],
+        number(row, "timestamp", where),
+        block or BAILIAN_BLOCK_TOKENS,
+        count(row, "input_length", where),
+        count(row, "output_length", where, default=0),
+        session=f"{whole(row, 'chat_id', where)} {whole(row, 'parent_chat_id', where)}",
+    )
+
+
+def _kvcache_simulator(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+    size = count(row, "block_size", where, least=1)
+    if block not in (None, size):
+        raise TraceError(f"{where}: field 'block_size' is {size}, but {block} was asked for")
+    yield Row(
+        where,
+        row["hash_ids"],
+        number(row, "timestamp", where, default=0) / 1000,
+        size,
+        count(row, "input_length", where),
+        count(row, "output_length", where, default=0),
+    )
+
+
+def _lmcache(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+    size = count(row, "chunk_size", where, least=1)
+    if block not in (None, size):
+        raise TraceError(f"{where}: field 'chunk_size' is {size}, but {block} was asked for")
+    yield Row(
+        where,
+        row["chunk_hashes"],
+        number(row, "timestamp", where),
+        size,
+        count(row, "seq_len", where),
+        scope=str(row.get("model_name", "")),
+        kv_bytes_per_token=_bytes_of(row, size),
+    )
+
+
+def _bytes_of(row: dict[str, Any], chunk_tokens: int) -> float | None:
+    """KV bytes a token by the row's tensors, None where they do not say."""
+    shapes, dtypes = row.get("shapes"), row.get("dtypes")
+    if not isinstance(shapes, list) or not isinstance(dtypes, list) or len(shapes) != len(dtypes):
+        return None
+    try:
+        sizes = [
+            math.prod(shape) * _DTYPE_BYTES[dtype]
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+    except (KeyError, TypeError):
+        return None
+    return sum(sizes) / chunk_tokens or None
+
+
+def _journal(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+    """A kvcliff journal: documents share nothing, each question is asked once.
+
+    Every session is a server of its own, so its blocks are nobody else's.
+    """
+    if block is None:
+        raise TraceError(f"{where}: a journal does not say the block size: give --block-tokens")
+    document, name = whole(row, "doc", where), str(row["pass"])
+    shared = count(row, "doc_tokens", where) // block
+    prompt = count(row, "prompt_tokens", where)
+    kind = "warmup" if row.get("phase") == "warmup" else "measure"
+    ids = [f"{kind}/{document}/{i}" for i in range(shared)]
+    ids += [f"{name}/{document}/question/{i}" for i in range(shared, prompt // block)]
+    yield Row(
+        where,
+        ids,
+        count(row, "sent_unix_ns", where) / 1e9,
+        block,
+        prompt,
+        count(row, "output_tokens", where, default=0),
+        scope=str(row["session"]),
+    )
+
+
+def _weka(session: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+    size = count(session, "block_size", where, least=1)
+    if block not in (None, size):
+        raise TraceError(f"{where}: field 'block_size' is {size}, but {block} was asked for")
+    name = session.get("id")
+    if not isinstance(name, str) or not name:
+        raise TraceError(f"{where}: field 'id' is {name!r}; a name is needed")
+    scope = session.get("hash_id_scope", "local")
+    if scope not in ("local", "global"):
+        raise TraceError(f"{where}: field 'hash_id_scope' is {scope!r}; known: local, global")
+    local = name if scope == "local" else ""
+    yield from _weka_requests(session["requests"], where, 0.0, size, (name, local))
+
+
+def _weka_requests(
+    requests: Any, where: str, start_s: float, size: int, names: tuple[str, str]
+) -> Iterator[Row]:
+    """Requests of a session or of a sub-agent, whose times count from its own start."""
+    if not isinstance(requests, list):
+        raise TraceError(f"{where}: field 'requests' is a {type(requests).__name__}, not a list")
+    for index, request in enumerate(requests):
+        at = f"{where}: requests[{index}]"
+        if not isinstance(request, dict):
+            raise TraceError(f"{at}: a {type(request).__name__} where an object should be")
+        time_s = start_s + number(request, "t", at)
+        if "requests" in request:
+            yield from _weka_requests(request["requests"], at, time_s, size, names)
+            continue
+        if "hash_ids" not in request:
+            raise TraceError(f"{at}: field 'hash_ids' is missing")
+        yield Row(
+            at,
+            request["hash_ids"],
+            time_s,
+            size,
+            count(request, "in", at),
+            count(request, "out", at, default=0),
+            scope=names[1],
+            session=names[0],
+            has_start=False,
+        )
+
+
+FORMATS = (
+    Format("kvcliff journal", frozenset({"session", "pass", "doc", "doc_tokens", "prompt_tokens"}),
+           "doc", _journal),
+    Format("WEKA agentic JSON", frozenset({"id", "block_size", "requests"}), "hash_ids", _weka),
+    Format("LMCache lookup-hash JSONL", frozenset({"chunk_hashes", "chunk_size", "seq_len"}),
+           "chunk_hashes", _lmcache),
+    Format("Qwen-Bailian JSONL", frozenset({"hash_ids", "chat_id", "parent_chat_id"}),
+           "hash_ids", _bailian),
+    Format("kvcache-simulator JSONL", frozenset({"hash_ids", "block_size", "input_length"}),
+           "hash_ids", _kvcache_simulator),
+    Format("Mooncake JSONL", frozenset({"hash_ids", "timestamp", "input_length"}),
+           "hash_ids", _mooncake),
+)  # fmt: skip
+
+
+def number(row: dict[str, Any], field: str, where: str, *, default: float | None = None) -> float:
+    """A finite number ≥ 0 from ``row``; TraceError otherwise."""
+    value = row.get(field)
+    if type(value) in (int, float) and 0 <= value < math.inf:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    value = _value(row, field, where, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise TraceError(f"{where}: field {field!r} is {_short(value)}; a number ≥ 0 is needed")
+    return float(value)
+
+
+def count(
+    row: dict[str, Any], field: str, where: str, *, least: int = 0, default: int | None = None
+) -> int:
+    """A whole number ≥ ``least`` below 2**62 from ``row``; TraceError otherwise."""
+    value = row.get(field)
+    if type(value) is int and least <= value < 2**62:
+        return value
+    value = whole(row, field, where, default=default)
+    if not least <= value < 2**62:
+        raise TraceError(f"{where}: field {field!r} is {value}; a whole number ≥ {least} is needed")
+    return value
+
+
+def whole(row: dict[str, Any], field: str, where: str, *, default: int | None = None) -> int:
+    """A whole number, of any sign, from ``row``; TraceError otherwise."""
+    value = _value(row, field, where, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TraceError(f"{where}: field {field!r} is {_short(value)}; a whole number is needed")
+    return value
+
+
+def _value(row: dict[str, Any], field: str, where: str, default: Any) -> Any:
+    if field not in row and default is None:
+        raise TraceError(f"{where}: field {field!r} is missing")
+    return row.get(field, default)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,52 @@
+"""Hits at every capacity of one tier, from the runs of every request."""
+
+from sim.curves.kernels import Numbers
+from sim.curves.kernels.fenwick import add, prefix
+from sim.curves.kernels.runs import gather_runs
+
+
+def stack_curve(
+    order: Numbers, last_edge: Numbers, parent: Numbers, head: Numbers, begin: Numbers, finish:
+    Numbers, cap: Numbers, tail: Numbers, first_counted: int, forward: int, owner: Numbers, sums:
+    Numbers, run_owner: Numbers, run_top: Numbers, run_bottom: Numbers, diff: Numbers,
+) -> None:  # fmt: skip
+    """Second-difference form of hits by capacity: cumulate ``diff`` twice for hits(C).
+
+    ``begin``/``finish``: depth of each edge's ends, in units. ``cap[r]``: units of request r that
+    can be hit at all. ``tail[r]``: units it owns below its path and nobody asks for again (decode).
+    ``forward``: 1 for LMCache's own simulator, which touches a path's first unit first; there a
+    whole run is hit from one capacity on. Requests before ``first_counted`` only warm the cache.
+    """
+    total = 0
+    for now in range(len(order)):
+        r = order[now]
+        edge = last_edge[r]
+        weight = tail[r]
+        if edge >= 0:
+            weight += finish[edge]
+            n = gather_runs(edge, now, owner, parent, head, run_owner, run_top, run_bottom)
+            for k in range(n):
+                q = run_owner[k]
+                if q < 0:
+                    continue
+                a = begin[run_top[k]]
+                b = finish[run_bottom[k]]
+                newer = total - prefix(sums, q + 1)
+                hit = min(b, cap[r]) - a
+                if hit > 0 and now >= first_counted:
+                    if forward:
+                        # The run's first unit is the oldest q owns: all of q's units precede it.
+                        at = total - prefix(sums, q)
+                        diff[at] += hit
+                        diff[at + 1] -= hit
+                    else:
+                        diff[newer + 1] += 1
+                        diff[newer + hit + 1] -= 1
+            for k in range(n):
+                q = run_owner[k]
+                if q >= 0:
+                    gone = finish[run_bottom[k]] - begin[run_top[k]]
+                    add(sums, q + 1, -gone)
+                    total -= gone
+        add(sums, now + 1, weight)
+        total += weight

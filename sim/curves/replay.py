@@ -1,0 +1,234 @@
+"""Policies that are no stacks, replayed one capacity at a time, and the ceiling no policy beats.
+
+A request looks up its longest run of leading blocks, then all its blocks come in, last block
+first; its own blocks are never evicted to make room for it. One that is longer than the cache
+keeps its first blocks only.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+Paths = Sequence[Sequence[int]]
+
+
+class Policy(Protocol):
+    """Which block leaves. Keys are prefix keys: equal only for equal whole prefixes."""
+
+    def touch(self, key: int) -> None:
+        """A resident block was used again."""
+
+    def admit(self, key: int) -> None:
+        """A block came in."""
+
+    def evict(self, mine: set[int]) -> int:
+        """Choose a resident block outside ``mine``, forget it, return it."""
+
+
+class Fifo:
+    """First in, first out."""
+
+    def __init__(self, _capacity: int) -> None:
+        self._queue: OrderedDict[int, None] = OrderedDict()
+
+    def touch(self, key: int) -> None:
+        """Nothing: being used again does not help a block."""
+
+    def admit(self, key: int) -> None:
+        """Behind all others."""
+        self._queue[key] = None
+
+    def evict(self, mine: set[int]) -> int:
+        """The oldest."""
+        return _pop_first(self._queue, mine)
+
+
+class Lru(Fifo):
+    """Least recently used; equals the stack curve, so that the other policies can be compared."""
+
+    def touch(self, key: int) -> None:
+        """Behind all others again."""
+        self._queue.move_to_end(key)
+
+
+class Mru(Lru):
+    """Most recently used leaves first."""
+
+    def evict(self, mine: set[int]) -> int:
+        """The youngest outside ``mine``."""
+        key = next(key for key in reversed(self._queue) if key not in mine)
+        del self._queue[key]
+        return key
+
+
+class Lfu:
+    """Least often used since it came in; of equals the least recently used."""
+
+    def __init__(self, _capacity: int) -> None:
+        self._uses: dict[int, tuple[int, int]] = {}
+        self._heap: list[tuple[int, int, int]] = []
+        self._clock = 0
+
+    def _count(self, key: int, uses: int) -> None:
+        self._clock += 1
+        self._uses[key] = (uses, self._clock)
+        heapq.heappush(self._heap, (uses, self._clock, key))
+
+    def touch(self, key: int) -> None:
+        """One use more."""
+        self._count(key, self._uses[key][0] + 1)
+
+    def admit(self, key: int) -> None:
+        """The first use."""
+        self._count(key, 1)
+
+    def evict(self, mine: set[int]) -> int:
+        """The fewest uses."""
+        kept = []
+        while True:
+            uses, clock, key = heapq.heappop(self._heap)
+            if self._uses.get(key) != (uses, clock):
+                continue  # an older entry of a block that was used again or has left
+            if key not in mine:
+                break
+            kept.append((uses, clock, key))
+        for entry in kept:
+            heapq.heappush(self._heap, entry)
+        del self._uses[key]
+        return key
+
+
+class Arc:
+    """ARC (Megiddo and Modha, FAST 2003): recency and frequency lists with ghosts of both."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._often: OrderedDict[int, None] = OrderedDict()
+        self._ghost_once: OrderedDict[int, None] = OrderedDict()
+        self._ghost_often: OrderedDict[int, None] = OrderedDict()
+        self._target = 0.0
+        self._from_often = False
+
+    def touch(self, key: int) -> None:
+        """Seen twice: to the frequency list."""
+        self._once.pop(key, None)
+        self._often.pop(key, None)
+        self._often[key] = None
+
+    def admit(self, key: int) -> None:
+        """A ghost moves the balance towards its list and comes back as frequent."""
+        if key in self._ghost_once:
+            step = max(len(self._ghost_often) / len(self._ghost_once), 1.0)
+            self._target = min(self._target + step, float(self._capacity))
+            del self._ghost_once[key]
+            self._often[key] = None
+        elif key in self._ghost_often:
+            step = max(len(self._ghost_once) / len(self._ghost_often), 1.0)
+            self._target = max(self._target - step, 0.0)
+            del self._ghost_often[key]
+            self._often[key] = None
+        else:
+            self._once[key] = None
+        self._trim()
+
+    def evict(self, mine: set[int]) -> int:
+        """From the recency list while it is above its target, else from the frequency list."""
+        prefer_once = len(self._once) > max(self._target, 0.0)
+        lists = [(self._once, self._ghost_once), (self._often, self._ghost_often)]
+        for blocks, ghosts in lists if prefer_once else reversed(lists):
+            if any(key not in mine for key in blocks):
+                key = _pop_first(blocks, mine)
+                ghosts[key] = None
+                self._trim()
+                return key
+        raise AssertionError("nothing to evict")
+
+    def _trim(self) -> None:
+        while self._ghost_once and len(self._once) + len(self._ghost_once) > self._capacity:
+            self._ghost_once.popitem(last=False)
+        lists = (self._once, self._often, self._ghost_once, self._ghost_often)
+        while self._ghost_often and sum(map(len, lists)) > 2 * self._capacity:
+            self._ghost_often.popitem(last=False)
+
+
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "fifo": Fifo,
+    "lru": Lru,
+    "mru": Mru,
+    "lfu": Lfu,
+    "arc": Arc,
+}
+
+
+def replay(paths: Paths, capacity: int, policy: str) -> int:
+    """Block hits of a serial replay of ``paths`` (prefix keys) at one capacity.
+
+    Raises ValueError for an unknown policy or a capacity below 0.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"policy {policy!r} is not known; known: {', '.join(POLICIES)}, belady")
+    if capacity < 0:
+        raise ValueError(f"a capacity of {capacity}; 0 is the smallest")
+    chosen = POLICIES[policy](capacity)
+    resident: set[int] = set()
+    hits = 0
+    for path in paths:
+        for key in path:
+            if key not in resident:
+                break
+            hits += 1
+        kept = path[:capacity]
+        mine = set(kept)
+        for key in reversed(kept):
+            if key in resident:
+                chosen.touch(key)
+                continue
+            if len(resident) >= capacity:
+                resident.remove(chosen.evict(mine))
+            chosen.admit(key)
+            resident.add(key)
+    return hits
+
+
+def belady(paths: Paths, capacity: int) -> int:
+    """Most block hits any policy can have at ``capacity``: keep what is asked for soonest.
+
+    After each request the cache may hold any ``capacity`` of the blocks it had and those that
+    came; the ones with the nearest next use are kept (optimal, as for intervals on machines). A
+    block's ancestors are never asked for later than it is, so the prefix rule costs nothing.
+    """
+    if capacity < 0:
+        raise ValueError(f"a capacity of {capacity}; 0 is the smallest")
+    next_use = _next_uses(paths)
+    due: dict[int, int] = {}  # resident block → number of the request that asks for it next
+    latest: list[tuple[int, int, int]] = []  # (−next use, −depth, block), stale entries included
+    hits = 0
+    for path, nexts in zip(paths, next_use, strict=True):
+        for depth, (key, soon) in enumerate(zip(path, nexts, strict=True)):
+            hits += due.pop(key, None) is not None
+            if soon is not None:
+                due[key] = soon
+                heapq.heappush(latest, (-soon, -depth, key))
+        while len(due) > capacity:
+            soon, _, key = heapq.heappop(latest)
+            if due.get(key) == -soon:
+                del due[key]
+    return hits
+
+
+def _next_uses(paths: Paths) -> list[list[int | None]]:
+    """For each block of each path the number of the next request that has it, or None."""
+    coming: dict[int, int] = {}
+    rows: list[list[int | None]] = []
+    for number in range(len(paths) - 1, -1, -1):
+        rows.append([coming.get(key) for key in paths[number]])
+        coming.update(dict.fromkeys(paths[number], number))
+    return rows[::-1]
+
+
+def _pop_first(blocks: OrderedDict[int, None], mine: set[int]) -> int:
+    key = next(key for key in blocks if key not in mine)
+    del blocks[key]
+    return key

@@ -1,0 +1,70 @@
+"""The bytes of a trace: a file, standard input, a folder or an archive, compressed or not."""
+
+import gzip
+import io
+import lzma
+import sys
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from sim.curves.trace import TraceError
+
+ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+STDIN = "-"
+
+
+def sources(path: str) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of every file of the trace ``path``, in order of name.
+
+    ``-`` is standard input; a folder or tar archive stands for its files that end in ``ENDINGS``.
+    gzip and xz are recognised by content. Raises TraceError for what cannot be read.
+    """
+    if path == STDIN:
+        yield from _unpacked("standard input", sys.stdin.buffer.read())
+        return
+    place = Path(path)
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if file.name.endswith(ENDINGS))
+        if not files:
+            raise TraceError(f"{path}: the folder has no file ending in {', '.join(ENDINGS)}")
+        for file in files:
+            yield from _unpacked(str(file), _read(file))
+        return
+    yield from _unpacked(path, _read(place))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _unpacked(name: str, content: bytes) -> Iterator[tuple[str, bytes]]:
+    try:
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        elif content[:6] == b"\xfd7zXZ\x00":
+            content = lzma.decompress(content)
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise TraceError(f"{name}: damaged compressed file: {error}") from None
+    if content[257:262] == b"ustar":
+        yield from _members(name, content)
+    else:
+        yield name, content.removeprefix(b"\xef\xbb\xbf")
+
+
+def _members(name: str, content: bytes) -> Iterator[tuple[str, bytes]]:
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            found = [m for m in archive.getmembers() if m.isfile() and m.name.endswith(ENDINGS)]
+            for member in sorted(found, key=lambda m: m.name):
+                file = archive.extractfile(member)
+                assert file is not None
+                yield from _unpacked(f"{name}:{member.name}", file.read())
+    except tarfile.TarError as error:
+        raise TraceError(f"{name}: damaged archive: {error}") from None
+    if not found:
+        raise TraceError(f"{name}: the archive has no file ending in {', '.join(ENDINGS)}")

@@ -1,0 +1,134 @@
+"""Hits at every capacity at once, exactly, from a prefix tree.
+
+Exact for vLLM 0.32's GPU pool served serially with prompts of whole blocks (usable capacity =
+``num_gpu_blocks`` − 1, the null block), and for LMCache 0.5.6's MP order without its watermark.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.curves.jit import read_only, run, use_numba
+from sim.curves.kernels.stack import stack_curve
+from sim.curves.trace import Ints
+from sim.curves.tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """``hits[C]`` for every capacity C from 0 to the last one that changes anything.
+
+    Hits and capacities in units of ``unit_tokens`` tokens; ``accesses`` is what was looked up, in
+    the same units, by the ``requests`` counted (those after the warm-up).
+    """
+
+    hits: Ints
+    accesses: int
+    requests: int
+    unit_tokens: int
+
+    def at(self, capacity: int) -> int:
+        """Hits at ``capacity`` units; beyond the last entry nothing changes."""
+        if capacity < 0:
+            raise ValueError(f"a capacity of {capacity}; 0 is the smallest")
+        return int(self.hits[min(capacity, len(self.hits) - 1)])
+
+    @property
+    def ideal(self) -> int:
+        """Hits of a cache that never evicts."""
+        return int(self.hits[-1])
+
+    def capacity_for(self, share: float) -> int:
+        """Smallest capacity with at least ``share`` of the ideal hits; 0 where there are none."""
+        if not 0 < share <= 1:
+            raise ValueError(f"a target of {share}; it must be a share in (0, 1]")
+        # The hits needed as a whole number, so that 1.0 is exactly the ideal.
+        needed = int(np.ceil(share * self.ideal))
+        return int(np.searchsorted(self.hits, needed))
+
+
+def curve(
+    tree: PrefixTree,
+    *,
+    order: Ints | None = None,
+    unit_tokens: int | None = None,
+    forward: bool = False,
+    last_token: bool = False,
+    decode: bool = False,
+    warm_up: float = 0.0,
+    engine: str = "auto",
+) -> Curve:
+    """The exact curve of ``tree``'s requests, served one after the other.
+
+    ``order``: request numbers as served (default: by arrival). ``unit_tokens``: the cache's block
+    or chunk size (default: the trace's). ``forward``: LMCache's own simulator's order.
+    ``last_token``: vLLM's rule that a prompt's last token is always computed. ``decode``: generated
+    tokens take blocks as well. ``warm_up``: this share of the requests, the first ones, only warms
+    the cache. Raises ValueError for values out of range.
+    """
+    order = tree.requests.order() if order is None else order
+    unit = unit_tokens or tree.requests.block_tokens
+    begin, finish = in_units(tree, unit)
+    blocks = path_units(tree, finish)
+    n = len(order)
+    first = first_counted(n, warm_up)
+    tail = decode_units(tree, unit, blocks) if decode else np.zeros(n, dtype=np.int64)
+    # Twice cumulated, the last capacity that matters is all units ever owned at one time.
+    diff = np.zeros(int((finish - begin).sum() + tail.sum()) + 2, dtype=np.int64)
+    work = 12 * n + len(tree.parent)
+    n_runs = len(tree.parent) + 1
+    run(
+        stack_curve,
+        *(read_only(order), read_only(tree.last_edge), read_only(tree.parent)),
+        *(read_only(tree.head), read_only(begin), read_only(finish)),
+        *(read_only(hit_caps(tree, unit, blocks, last_token=last_token)), read_only(tail)),
+        *(first, int(forward), np.full(len(tree.parent), -1, dtype=np.int64)),
+        *(np.zeros(n + 1, dtype=np.int64), *(np.zeros(n_runs, dtype=np.int64) for _ in range(3))),
+        diff,
+        compiled=use_numba(work, engine),
+    )
+    # Once cumulated it counts the hits at each stack distance, twice those up to it.
+    hits = np.cumsum(np.cumsum(diff, out=diff), out=diff)
+    return Curve(hits[:-1], int(blocks[order[first:]].sum()), n - first, unit)
+
+
+def first_counted(n_requests: int, warm_up: float) -> int:
+    """Requests that only warm the cache, for a share of ``n_requests`` in [0, 1)."""
+    if not 0 <= warm_up < 1:
+        raise ValueError(f"a warm-up of {warm_up}; it must be a share in [0, 1)")
+    return int(n_requests * warm_up)
+
+
+def in_units(tree: PrefixTree, unit_tokens: int) -> tuple[Ints, Ints]:
+    """Depth of each edge's ends in whole units: a unit belongs to the edge its last token is in."""
+    if unit_tokens < 1:
+        raise ValueError(f"a block of {unit_tokens} tokens; it must hold at least 1")
+    block = tree.requests.block_tokens
+    if unit_tokens == block:
+        return tree.start, tree.end
+    return tree.start * block // unit_tokens, tree.end * block // unit_tokens
+
+
+def path_units(tree: PrefixTree, finish: Ints) -> Ints:
+    """Whole units of each request's path."""
+    units: Ints = np.append(finish, 0)[tree.last_edge]
+    return units
+
+
+def hit_caps(tree: PrefixTree, unit_tokens: int, blocks: Ints, *, last_token: bool) -> Ints:
+    """Units of each request that can be hit at all.
+
+    ``last_token``: at most floor((prompt − 1) / unit), as ``KVCacheManager.get_computed_blocks``
+    of vLLM 0.32 caps the lookup.
+    """
+    if not last_token:
+        return blocks
+    most: Ints = np.maximum(tree.requests.input_tokens - 1, 0) // unit_tokens
+    return np.minimum(blocks, most)
+
+
+def decode_units(tree: PrefixTree, unit_tokens: int, blocks: Ints) -> Ints:
+    """Full units of each request behind its listed ones: the last token generated has no slot."""
+    slots = tree.requests.input_tokens + np.maximum(tree.requests.output_tokens - 1, 0)
+    tail: Ints = np.maximum(slots // unit_tokens - blocks, 0)
+    return tail

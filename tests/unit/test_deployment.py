@@ -1,0 +1,198 @@
+import json
+
+import pytest
+
+from harness.deployment import Deployment, describe, read_deployment
+from harness.errors import InputError
+
+# 2 * 32 layers * 8 heads * 128 * 2 bytes = 131,072 a token: 32 MiB a chunk of 256.
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+LATENT = {
+    "num_attention_heads": 16,
+    "num_hidden_layers": 8,
+    "kv_lora_rank": 448,
+    "qk_rope_head_dim": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    def write(config=LLAMA_8B):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def told(model):
+    """20 documents of 5,000 tokens, 19 chunks each, walked forward twice; a GPU of 60,000 tokens."""
+
+    def tell(config=LLAMA_8B, **changed):
+        fields = {
+            "model": model(config), "gpu_kv_tokens": 60_000, "documents": 20,
+            "document_tokens": 5_000,
+        }  # fmt: skip
+        return describe(Deployment.model_validate(fields | changed))
+
+    return tell
+
+
+def test_sizes_are_those_of_the_model_and_of_lmcaches_binary_gib(told):
+    content = told(host_gib=10.0)
+    assert content["bytes_per_token"] == 131_072
+    assert content["gpu"] == {"tokens": 60_000, "gib_per_worker": 60_000 * 131_072 / 2**30}
+    assert content["host"]["chunks"] == 320  # 10 GiB / 32 MiB
+    assert content["host"]["tokens"] == 81_920
+
+
+def test_a_host_tier_below_the_documents_gets_no_hit_and_the_size_that_would(told):
+    # 20 * 19 = 380 chunks stay below 0.8 of 476 (0.798), not of 475: 476 * 32 MiB = 14.875 GiB.
+    content = told(host_gib=10.0)
+    assert content["predicted"]["pass2-replay"] == {
+        "computed": 100_400, "gpu_hit": 0, "host_loaded": 0,
+    }  # fmt: skip
+    assert content["enough"]["host_chunks"] == 476
+    assert content["enough"]["host_gib"] == 14.875
+    # Each prompt of 5,020 loads 19 * 256 = 4,864 tokens and computes 156.
+    assert content["predicted_with_enough_host"]["pass2-replay"] == {
+        "computed": 3_120, "gpu_hit": 0, "host_loaded": 97_280,
+    }  # fmt: skip
+    assert content["inexact_because"] == []
+
+
+def test_the_paragraph_holds_the_numbers_the_cause_and_the_size_that_works(told):
+    text = told(host_gib=10.0)["paragraph"]
+    for part in (
+        "20 documents of 5,000 tokens are 100,000 tokens of KV",
+        "the GPU tier holds 60,000 (7.3 GiB)",
+        "the host tier 81,920 (10 GiB per server, --l1-size-gb)",
+        "No gain, 0 hits: the host tier is smaller than the documents and evicts from 80% on",
+        "with 14.9 GiB (per server, --l1-size-gb) 97,280 tokens are loaded and 3,120 computed",
+    ):
+        assert part in text
+    assert "\n" not in text
+
+
+def test_the_size_that_is_said_to_work_works(told):
+    text = told(host_gib=14.9)["paragraph"]
+    assert "The host tier keeps every document." in text
+    assert told(host_gib=14.875)["predicted"] == told(host_gib=10.0)["predicted_with_enough_host"]
+
+
+def test_enough_gpu_tokens_find_every_document_without_a_host(told):
+    # 312 whole blocks of 16 a document, 20 of them; 315 blocks a request, so 3 more; the null
+    # block; and one full question block kept for each of 40 requests, as (5,035 // 16) - 312 = 2.
+    content = told(host="none")
+    enough = content["enough"]["gpu_tokens"]
+    assert enough == (1 + 20 * 312 + 3 + 40 * 2) * 16
+    replay = told(host="none", gpu_kv_tokens=enough)["predicted"]["pass2-replay"]
+    assert replay == {"computed": 20 * 28, "gpu_hit": 20 * 4_992, "host_loaded": 0}
+    assert "There is no host tier" in content["paragraph"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"host_gib": 7.0}, "no larger than the GPU tier"),  # 57,344 tokens
+        ({"host_gib": 0.5}, "not even one prompt fits"),  # 16 chunks of 19
+        ({"gpu_kv_tokens": 120_000, "host_gib": 20.0}, "the GPU tier finds every document"),
+        ({"passes": ["fwd"], "host_gib": 20.0}, "asked once"),
+        ({"document_tokens": 200, "gpu_kv_tokens": 2_000, "host_gib": 1.0}, "smaller chunks"),
+        ({"host_gib": 10.0, "policy": "noop"}, "evicts nothing"),
+        ({"host_gib": 14.0, "passes": ["fwd", "rev"]}, "Less than it could be"),
+    ],
+)
+def test_each_reason_for_no_gain_is_named(told, changed, said):
+    assert said in told(**changed)["paragraph"]
+
+
+def test_lmcaches_size_is_per_worker_in_process_and_per_server_in_mp_mode(told):
+    # 2 workers keep 4 heads each: 16 MiB a chunk and worker, 32 MiB a chunk and server.
+    in_process = told(host="lmcache", host_gib=5.0, tensor_parallel=2)
+    server = told(host="lmcache-mp", host_gib=5.0, tensor_parallel=2)
+    assert in_process["host"]["chunks"] == 320
+    assert server["host"]["chunks"] == 160
+    assert in_process["gpu"]["gib_per_worker"] == 60_000 * 65_536 / 2**30
+    assert "per worker, max_local_cpu_size" in in_process["paragraph"]
+    assert "on each of 2 workers" in server["paragraph"]
+    assert "tensor-parallel worker" in server["paragraph"]
+
+
+def test_a_latent_is_kept_whole_by_every_worker_and_stored_once(told):
+    # 8 layers * 512 * 2 bytes = 8,192 a token: 2 MiB a chunk, 512 in 1 GiB whatever the workers.
+    content = told(LATENT, host_gib=1.0, tensor_parallel=4)
+    assert content["host"]["chunks"] == 512
+    assert content["gpu"]["gib_per_worker"] == 60_000 * 8_192 / 2**30
+    assert any("MLA" in reason for reason in content["inexact_because"])
+
+
+def test_prompts_of_several_prefill_steps_are_said_to_be_inexact(told):
+    content = told(host_gib=10.0, max_num_batched_tokens=2048)
+    assert "several prefill steps of 2,048" in content["paragraph"]
+
+
+def test_a_hybrid_model_is_refused_with_what_each_group_keeps(told):
+    kinds = ["sliding_attention", "full_attention"] * 16
+    with pytest.raises(InputError, match=r"16 layers of full_attention: 65,536 bytes a token"):
+        told(LLAMA_8B | {"layer_types": kinds, "sliding_window": 128})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"gpu_kv_tokens": 4_000}, "249 of 250 GPU blocks"),
+        ({"tensor_parallel": 3}, "8 KV heads cannot be shared by 3"),
+        ({"model": "/no/such/model"}, "neither a path"),
+        ({"engine": "new"}, "engine 'new'"),
+        ({"host_gib": 1.0, "chunk_tokens": 100}, "whole blocks"),
+        ({"host": "native", "host_gib": 0.25}, "cannot be predicted"),  # 8 chunks, 19 a prompt
+    ],
+)
+def test_what_no_server_could_have_is_refused(told, changed, message):
+    with pytest.raises(InputError, match=message):
+        told(**changed)
+
+
+def test_a_description_is_read_from_toml(tmp_path, model):
+    file = tmp_path / "deployment.toml"
+    file.write_text(
+        f'model = "{model()}"\ngpu_kv_tokens = 60000\ndocuments = 20\ndocument_tokens = 5000\n'
+        'passes = ["fwd", "rev"]\nhost_gib = 10.5\n'
+    )
+    deployment = read_deployment(file)
+    assert deployment.passes == ("fwd", "rev")
+    assert deployment.host_gib == 10.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = ", "not valid TOML"),
+        ('model = "m"', "gpu_kv_tokens: Field required"),
+        ('model = "m"\ngpu_kv_tokens = 0', "gpu_kv_tokens"),
+        ('model = "m"\ngpu_kv_tokens = "60000"', "gpu_kv_tokens"),
+        ('model = "m"\ngpu_kv_tokens = 1\ndocuments = 1\ndocument_tokens = 1\nhosts = 1', "hosts"),
+        (
+            'model = "m"\ngpu_kv_tokens = 1\ndocuments = 1000\ndocument_tokens = 100000',
+            "200,040,000 prompt tokens",
+        ),
+    ],
+)
+def test_a_bad_description_is_refused_with_its_field(tmp_path, text, message):
+    file = tmp_path / "deployment.toml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_deployment(file)
+
+
+def test_a_description_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"nothing\.toml: No such file"):
+        read_deployment(tmp_path / "nothing.toml")
