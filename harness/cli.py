@@ -1,5 +1,6 @@
 """The command ``kvcliff``: run, plan, reconcile, summarize, doctor."""
 
+import importlib.metadata
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from harness.predict_requests import predict_file
 from harness.preview import preview
 from harness.reconcile import Reconciliation, reconcile
 from harness.runfolder import PLAN_FILE, RunFolder
-from harness.session import create_run, run_sessions
+from harness.session import create_run, run_sessions, write_ttft
 from harness.stats import summarize as summarize_rows
 from servers.errors import ServerError
 
@@ -43,10 +44,22 @@ RunPath = Annotated[Path, typer.Argument(help="Run folder, e.g. results/<UTC>-<p
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        console.show_text(f"kvcliff {importlib.metadata.version('kvcliff')}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     _verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show where in the code an error was raised.")
+    ] = False,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_say_version
+        ),
     ] = False,
 ) -> None:
     """Find a workload's KV-cache cliff and measure what a host-memory tier behind it saves."""
@@ -74,7 +87,7 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Measure a plan on fresh servers, session by session, then reconcile and report."""
+    """Measure a plan on fresh servers, then report."""
     if resume and (plan or results):
         raise InputError(
             "--resume goes on with its run's own plan and folder",
@@ -128,7 +141,7 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Predict a plan: token sources per pass, tiers, commands, duration. Starts nothing."""
+    """Predict a plan's outcome; starts nothing."""
     if deployment:
         described = describe(read_deployment(deployment))
         if as_json:
@@ -150,14 +163,14 @@ def predict(
         str, typer.Argument(help="REQUESTS.jsonl, one prompt a line; - reads stdin.")
     ],
 ) -> None:
-    """Predict where every prompt token comes from, one JSON line a request, as it is read."""
+    """Predict requests, one JSON line each."""
     for row in predict_file(spec, requests):
         console.show_line(row)
 
 
 @app.command(name="reconcile")
 def reconcile_command(run: RunPath, as_json: Json = False) -> None:
-    """Check every request of a run against its prediction; exit code 1 when a check fails."""
+    """Check a run; exit code 1 when a check fails."""
     folder = RunFolder(run)
     _, findings, content = _reconcile(folder)
     if as_json:
@@ -172,7 +185,7 @@ def reconcile_command(run: RunPath, as_json: Json = False) -> None:
 
 @app.command()
 def summarize(run: RunPath, as_json: Json = False) -> None:
-    """Write summary.json and show the tables of a run."""
+    """Show the tables of a run."""
     raise typer.Exit(1 if _report(RunFolder(run), as_json=as_json) else 0)
 
 
@@ -183,7 +196,7 @@ def doctor(
         Path, typer.Option(help="Folder whose runs are searched for left-over servers.")
     ] = _RESULTS,
 ) -> None:
-    """Say whether this machine can run the demo, and what to do where it cannot."""
+    """Say whether this machine can run the demo."""
     checks = check_machine(results)
     if as_json:
         console.show_json({"schema": 1, "checks": checks})
@@ -193,7 +206,8 @@ def doctor(
 
 
 def _report(folder: RunFolder, *, as_json: bool) -> bool:
-    """Reconcile, summarize, write both files, show both; True when a check failed."""
+    """Derive every file of a run from its journals and show it; True when a check failed."""
+    write_ttft(folder)
     result, findings, reconciliation = _reconcile(folder)
     summary = summarize_rows(
         result.rows,
@@ -254,6 +268,10 @@ def _exit_code(argv: list[str] | None) -> int:
         return InputError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe has left, as `head` does; keep Python from saying so at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (KvcliffError, ServerError, OSError) as error:
         if {"-v", "--verbose"} & set(words):
             traceback.print_exception(error)

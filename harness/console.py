@@ -1,6 +1,7 @@
 """Everything the harness shows a person: progress and findings on stderr, results on stdout."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -161,7 +162,7 @@ def _pass_table(summary: dict[str, Any]) -> Table:
 def _ratio_table(summary: dict[str, Any]) -> Table:
     table = _table(
         "TTFT baseline ÷ lmcache, paired by document (above 1: the tier is faster)",
-        *("pass", "ratio", "range over blocks", "blocks"),
+        *("pass", "ratio", "range over A B pairs", "pairs"),
     )
     for name, cells in summary["passes"].items():
         ratio = cells["paired_ratio"]
@@ -186,7 +187,11 @@ def _source_table(summary: dict[str, Any]) -> Table:
 def _times(cell: dict[str, Any]) -> tuple[str, str]:
     if not cell["n"]:
         return ("–", "–")
-    return (f"{cell['p50_ms']:.1f}", f"{cell['min_ms']:.1f}–{cell['max_ms']:.1f}")
+    return (_ms(cell["p50_ms"]), f"{_ms(cell['min_ms'])}–{_ms(cell['max_ms'])}")
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
@@ -215,7 +220,7 @@ def show_plan(content: dict[str, Any]) -> None:
     for arm, commands in content["commands"].items():
         out.print(f"\nservers of {arm}:", markup=False)
         for command in commands:
-            out.print("  " + " ".join(command), markup=False, soft_wrap=True)
+            out.print("  " + shlex.join(command), markup=False, soft_wrap=True)
     for warning in content["warnings"]:
         say(f"warning: {warning}")
     out.print(f"\nestimated duration: {content['estimate']}", markup=False, soft_wrap=True)

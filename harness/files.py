@@ -45,10 +45,13 @@ def load_json(text: bytes, *, where: str) -> Any:
 
 
 def describe_invalid(error: ValidationError) -> str:
-    """First problem of a validation error as ``field: message (got value)``."""
-    first = error.errors(include_url=False)[0]
+    """One problem of a validation error as ``field: message, got value``: a misspelt field first."""
+    problems = error.errors(include_url=False)
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    if first["type"] == "missing":
+        return f"{'.'.join(map(str, first['loc']))}: Field required"
     field = ".".join(str(part) for part in first["loc"]) or "record"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{field}: {first['msg']}, got {_short(first.get('input'))}{more}"
 
 

@@ -73,7 +73,7 @@ def _missing(run: Reconciliation) -> Iterator[Finding]:
             "error",
             f"{len(missing)} of {len(planned)} planned requests have no row, first {_name(missing[0])}",
             "the run was interrupted, or a journal was removed",
-            f"kvcliff run --resume {run.run} measures exactly what is missing",
+            f"kvcliff run --resume {run.folder} measures the sessions that are not complete, whole",
         )
     unpredicted = [r.key for r in planned if r.predicted is None]
     if unpredicted:
@@ -166,7 +166,11 @@ def _treatment(run: Reconciliation) -> Iterator[Finding]:
             continue
         stored = sum(row.stored_tokens or 0 for row in rows)
         loaded = sum(row.host_loaded or 0 for row in rows)
-        due = sum(r.predicted.host_loaded for r in requests if r.predicted)
+        due = sum(
+            r.predicted.host_loaded
+            for r in requests
+            if r.predicted and r.row is not None and r.row.is_attributed
+        )
         if run.arm_of(session) == "baseline" and (stored or loaded):
             yield _baseline_used_host(session, stored, loaded)
         if run.arm_of(session) != "baseline" and (stored == 0 or (due > 0 and loaded == 0)):

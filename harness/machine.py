@@ -12,7 +12,9 @@ import psutil
 
 def machine_facts() -> dict[str, Any]:
     """Facts of this machine and of the checkout the code runs from; None where unknown."""
-    changes = _git("status", "--porcelain")
+    root = str(Path(__file__).parents[1])
+    # Run folders do not change what is measured.
+    changes = _git("-C", root, "status", "--porcelain", "--", ".", ":!results")
     return {
         "kvcliff": _kvcliff_version(),
         "git_revision": _git("rev-parse", "HEAD"),

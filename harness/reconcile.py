@@ -5,6 +5,7 @@ Needs no engine: a run folder is enough, on any laptop.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.journal import PredictedRow, Row, read_predictions
@@ -67,6 +68,7 @@ class Reconciliation:
     """
 
     run: str
+    folder: Path
     plan: Plan
     manifest: dict[str, Any]
     requests: tuple[Reconciled, ...]
@@ -91,7 +93,7 @@ def reconcile(folder: RunFolder) -> Reconciliation:
     predictions = {row.key: row for row in read_predictions(folder.path / "prediction.jsonl")}
     rows = {row.key: row for row in folder.rows(notes)}
     requests = join(planned_keys(plan), rows, predictions)
-    return Reconciliation(folder.name, plan, manifest, requests, tuple(notes))
+    return Reconciliation(folder.name, folder.path, plan, manifest, requests, tuple(notes))
 
 
 def join(

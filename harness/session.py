@@ -88,13 +88,12 @@ def predicted_rows(experiment: Experiment) -> list[PredictedRow]:
 def run_sessions(
     experiment: Experiment, folder: RunFolder, *, cache_dir: Path, progress: Progress
 ) -> None:
-    """Measure every session that has no complete journal yet, in order; then ``ttft.jsonl``."""
+    """Measure every session that has no complete journal yet, in order."""
     for session in experiment.sessions:
         if _is_complete(folder.journal(session.name), experiment):
             continue
         _set_aside(folder.journal(session.name))
         _measure(experiment, session, folder, cache_dir=cache_dir, progress=progress)
-    write_ttft(folder)
 
 
 def write_ttft(folder: RunFolder) -> None:

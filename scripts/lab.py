@@ -1,4 +1,4 @@
-"""Write the seven lab files: ``lab.py DIR [--journal PATH]`` (LAB.md).
+"""Write the seven lab files: ``lab.py DIR [--journal PATH]``.
 
 Standard library only; runs from a checkout without installation, from any directory. Exit status
 as in ``summarize.py``.

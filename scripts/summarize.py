@@ -1,6 +1,6 @@
 """Summarise a journal of measured requests: time to first token by arm and pass, and the ratio.
 
-``summarize.py INPUT.jsonl OUTPUT.json`` (LAB.md); standard library only, runs without
+``summarize.py INPUT.jsonl OUTPUT.json``; standard library only, runs without
 installation, from any directory. Exit status: 0 fine, 1 summary written but failed rows were left
 out, 2 the input or an argument cannot be used and nothing was written.
 """

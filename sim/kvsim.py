@@ -1,6 +1,6 @@
 """Document-level cache models: what a GPU and a host tier still hold when a document comes again.
 
-The lab's contract (LAB.md); standard library only, importable as ``kvsim`` and as ``sim.kvsim``.
+The lab's contract; standard library only, importable as ``kvsim`` and as ``sim.kvsim``.
 One entry is one whole document, so partial hits do not exist here: ``sim.predict`` has those.
 """
 

@@ -1,6 +1,6 @@
 """The lab's command line: read documents in passes through one GPU + CPU cache, count the hits.
 
-Prints exactly one JSON object (LAB.md); runs without installation, from any directory. Exit
+Prints exactly one JSON object; runs without installation, from any directory. Exit
 status: 0 fine, 2 bad arguments, 3 standard output cannot be written.
 """
 

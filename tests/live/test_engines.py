@@ -217,7 +217,7 @@ def test_every_streamed_token_has_visible_text(observed: Observed):
 
 
 def test_nothing_of_the_engines_is_left_behind(observed: Observed):
-    # PITFALLS A51. vLLM's engine core is a child of the API server; its segment outlives it.
+    # A51. vLLM's engine core is a child of the API server; its segment outlives it.
     lines = [json.loads(line) for line in observed.ledger.read_text().splitlines()]
     pids = {line["pid"] for line in lines}
     roles = {line["role"] for line in lines}

@@ -113,7 +113,7 @@ SERVING = """
 
 
 def test_a_launch_serves_under_its_own_name_and_leaves_nothing(run, tmp_path: Path):
-    # PITFALLS A51
+    # A51
     with run(TIER) as running:
         models = httpx.get(f"{running.base_url}/v1/models", trust_env=False).json()
         assert [entry["id"] for entry in models["data"]] == [running.model_name]
@@ -135,7 +135,7 @@ def test_two_launches_have_different_model_names(run):
 
 
 def test_the_own_environment_is_as_before(run, monkeypatch: pytest.MonkeyPatch):
-    # PITFALLS A60
+    # A60
     monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "7")
     with run() as running:
         during = dict(os.environ)
@@ -147,7 +147,7 @@ def test_the_own_environment_is_as_before(run, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_exception_in_the_block_ends_the_servers(run, tmp_path: Path):
-    # PITFALLS A51
+    # A51
     with pytest.raises(ZeroDivisionError), run():
         raise ZeroDivisionError
     assert not any(is_alive(identity) for identity in recorded(tmp_path))
@@ -185,7 +185,7 @@ def harness(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_killing_the_harness_ends_its_servers(tmp_path: Path):
-    # PITFALLS A51: SIGKILL leaves no code of ours running; the kernel passes it on.
+    # A51: SIGKILL leaves no code of ours running; the kernel passes it on.
     with harness(tmp_path) as process:
         servers = recorded(tmp_path)
         assert all(is_alive(identity) for identity in servers)
@@ -201,7 +201,7 @@ def test_killing_the_harness_ends_its_servers(tmp_path: Path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_harness_ends_its_servers_first(tmp_path: Path, number: signal.Signals):
-    # PITFALLS A51: by default SIGTERM would end Python without any finally.
+    # A51: by default SIGTERM would end Python without any finally.
     with harness(tmp_path) as process:
         servers = recorded(tmp_path)
         process.send_signal(number)
@@ -243,7 +243,7 @@ def write_ledger(path: Path, *identities: Identity | None) -> None:
 
 
 def test_leftovers_are_named_and_only_they_are_ended(tmp_path: Path):
-    # PITFALLS A53: the decoy has the same command line.
+    # A53: the decoy has the same command line.
     with stubborn() as ours, stubborn() as decoy:
         write_ledger(tmp_path / "p.jsonl", identify(ours.pid))
         (found,) = leftovers(tmp_path / "p.jsonl")
@@ -256,7 +256,7 @@ def test_leftovers_are_named_and_only_they_are_ended(tmp_path: Path):
 
 
 def test_a_reused_pid_is_not_ours(tmp_path: Path):
-    # PITFALLS A53
+    # A53
     with stubborn() as stranger:
         now = identify(stranger.pid)
         assert now is not None
@@ -269,7 +269,7 @@ def test_a_reused_pid_is_not_ours(tmp_path: Path):
 
 
 def test_a_zombie_is_not_alive():
-    # PITFALLS A53
+    # A53
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, not reaped
         assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
@@ -291,7 +291,7 @@ def test_a_process_whose_name_holds_brackets_is_identified(tmp_path: Path):
 
 
 def test_a_torn_ledger_line_hides_no_other(tmp_path: Path):
-    # PITFALLS A61
+    # A61
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"session": "01", "ro\xff')
     with stubborn() as ours:
@@ -304,7 +304,7 @@ def test_no_ledger_names_nothing(tmp_path: Path):
 
 
 def test_shared_memory_of_ended_processes_is_swept_and_of_living_ones_kept(tmp_path: Path):
-    # PITFALLS A51: LMCache's CPU segment outlives SIGTERM, and a killed harness cannot remove it.
+    # A51: LMCache's CPU segment outlives SIGTERM, and a killed harness cannot remove it.
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as dead:
         write_ledger(tmp_path / "p.jsonl", identify(dead.pid))
     ours = Path(f"/dev/shm/lmcache_kv_{dead.pid}_0")
@@ -320,7 +320,7 @@ def test_shared_memory_of_ended_processes_is_swept_and_of_living_ones_kept(tmp_p
 
 
 def test_a_server_gets_the_time_it_needs_to_stop_and_one_signal(tmp_path: Path):
-    # PITFALLS A52: 4 s here; the limit is what vLLM's engine core may need.
+    # A52: 4 s here; the limit is what vLLM's engine core may need.
     assert STOP_GRACE_S >= 30
     code = """
     n = 0
@@ -339,7 +339,7 @@ def test_a_server_gets_the_time_it_needs_to_stop_and_one_signal(tmp_path: Path):
 
 
 def test_a_child_that_outlives_its_server_is_ended_too(tmp_path: Path):
-    # PITFALLS A51: as vLLM's engine core does; its parent is gone, so only the record knows it.
+    # A51: as vLLM's engine core does; its parent is gone, so only the record knows it.
     code = """
     child = subprocess.Popen([sys.executable, "-c", "import signal,time;signal.signal(15,1);time.sleep(99)"])
     open("child", "w").write(str(child.pid))
@@ -354,7 +354,7 @@ def test_a_child_that_outlives_its_server_is_ended_too(tmp_path: Path):
 
 
 def test_ten_mebibytes_of_log_before_ready_do_not_stop_a_server(run, tmp_path: Path):
-    # PITFALLS A54
+    # A54
     with run(BASELINE, {"stderr_bytes": 10 * 2**20}):
         assert (tmp_path / "server-01-vllm.log").stat().st_size > 10 * 2**20
 
@@ -369,7 +369,7 @@ def test_an_earlier_log_is_kept_and_not_taken_for_this_launchs(run, tmp_path: Pa
 
 
 def test_a_healthy_stranger_on_the_port_is_refused_before_the_start(run, tmp_path: Path):
-    # PITFALLS A55
+    # A55
     with FakeServer(FakeSpec(model_name="old")) as stranger:
         port = httpx.URL(stranger.base_url).port
         assert port is not None
@@ -381,7 +381,7 @@ def test_a_healthy_stranger_on_the_port_is_refused_before_the_start(run, tmp_pat
 
 
 def test_a_stranger_that_takes_the_port_later_is_not_taken_for_ours(tmp_path: Path):
-    # PITFALLS A55: healthy, completes, even has our model's name; but no process of ours listens.
+    # A55: healthy, completes, even has our model's name; but no process of ours listens.
     port_of_stranger: list[FakeServer] = []
 
     def take_port() -> None:
@@ -408,7 +408,7 @@ def test_a_stranger_that_takes_the_port_later_is_not_taken_for_ours(tmp_path: Pa
 
 
 def test_chosen_ports_are_free_different_and_outside_the_clients_range():
-    # PITFALLS A55: inside it, any outgoing connection may take the port before the server does.
+    # A55: inside it, any outgoing connection may take the port before the server does.
     ports = free_ports(with_tier=True)
     chosen = {ports.vllm, ports.lmcache, ports.lmcache_http}
     assert len(chosen) == 3
@@ -421,7 +421,7 @@ def test_chosen_ports_are_free_different_and_outside_the_clients_range():
 
 
 def test_a_server_that_dies_at_two_seconds_is_reported_by_five(run):
-    # PITFALLS A56
+    # A56
     began = time.monotonic()
     dying = {"startup_s": 60, "die_after_s": 2, "die_code": 7}
     with pytest.raises(LaunchError, match="exit code 7"), run(BASELINE, dying):
@@ -430,13 +430,13 @@ def test_a_server_that_dies_at_two_seconds_is_reported_by_five(run):
 
 
 def test_health_before_the_model_serves_is_not_ready(run):
-    # PITFALLS A56
+    # A56
     with run(BASELINE, {"startup_s": 2, "health_early": True}) as running:
         assert running.start_s >= 2
 
 
 def test_a_launcher_that_outlives_its_engine_is_not_waited_for(tmp_path: Path):
-    # PITFALLS A56: the process lives on and says nothing more.
+    # A56: the process lives on and says nothing more.
     code = """
     import time
     print("x" * 100)
@@ -459,7 +459,7 @@ def test_a_server_not_ready_in_time_is_stopped(run, tmp_path: Path):
 
 
 def test_a_server_that_ignores_sigterm_while_it_starts_is_killed_soon(tmp_path: Path):
-    # PITFALLS A52: as vLLM does while its engine core starts; it has nothing to save yet.
+    # A52: as vLLM does while its engine core starts; it has nothing to save yet.
     code = """
     import signal, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -484,14 +484,14 @@ def test_readiness_leaves_nothing_in_a_cache(run):
 
 @pytest.mark.parametrize("seed", ["", "random"])
 def test_a_command_without_a_fixed_hash_seed_is_refused(tmp_path: Path, seed: str):
-    # PITFALLS A39
+    # A39
     with pytest.raises(LaunchError, match="PYTHONHASHSEED"), stub(tmp_path, "", seed=seed):
         pass
     assert not (tmp_path / "processes.jsonl").exists()
 
 
 def test_a_mistyped_option_is_a_failed_launch(tmp_path: Path, run):
-    # PITFALLS A40
+    # A40
     code = """
     from servers.fake import main
     main(["--port", "{port}", "--chunk-tokenz", "7"])
@@ -542,7 +542,7 @@ def test_the_probe_passes_servers_that_are_as_asked(tmp_path: Path):
 def test_a_setting_the_server_did_not_take_is_refused(
     tmp_path: Path, sizes: dict[str, Any], named: str
 ):
-    # PITFALLS A40, A43
+    # A40, A43
     with served(**sizes) as server, pytest.raises(LaunchError, match=named):
         probe(fake_running(server, tmp_path), TIER)
 
@@ -560,7 +560,7 @@ def test_a_setting_the_server_did_not_take_is_refused(
     ],
 )
 def test_a_connector_that_is_not_lmcaches_own_is_refused(tmp_path: Path, log: str, named: str):
-    # PITFALLS A42
+    # A42
     arm = Arm("lmcache", ServerSpec("cpu", "owner/m", 16, 64, 2048, 4096, "float32"), TIER.host)
     with served() as server:
         running = fake_running(server, tmp_path)
@@ -570,7 +570,7 @@ def test_a_connector_that_is_not_lmcaches_own_is_refused(tmp_path: Path, log: st
 
 
 def test_a_host_tier_beyond_free_memory_is_refused_before_the_start(run, tmp_path: Path):
-    # PITFALLS A41
+    # A41
     too_much = psutil.virtual_memory().total / GIB + 1
     arm = Arm("lmcache", SPEC, HostTier(gib=too_much))
     with pytest.raises(LaunchError, match="GiB of memory are free"), run(arm):

@@ -242,5 +242,5 @@ def test_several_blocks_without_a_key_come_back_in_vllms_order() -> None:
 
 def test_the_free_rule_of_older_vllm_is_caught_by_the_same_comparison() -> None:
     caught = [seed for seed in range(30) if _mismatch(seed, hashless_first=False)[0]]
-    # SEMANTICS measured 894 of 1,095 random workloads; half of 30 leaves room for the sizes here.
+    # 894 of 1,095 random workloads differed when this was first measured; half of 30 leaves room for the sizes here.
     assert len(caught) >= 15

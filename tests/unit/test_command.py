@@ -83,7 +83,7 @@ def test_arms_differ_in_the_connector_alone(build: Build):
 
 
 def test_the_connector_is_pointed_at_the_tiers_own_port():
-    # PITFALLS A44/A55: LMCache's default 5555 may be anybody's.
+    # A44/A55: LMCache's default 5555 may be anybody's.
     config = json.loads(vllm(lmcache()).argv[-1])
     assert config["kv_connector"] == "LMCacheMPConnector"
     assert config["kv_connector_extra_config"]["lmcache.mp.port"] == 21001
@@ -92,13 +92,13 @@ def test_the_connector_is_pointed_at_the_tiers_own_port():
 
 @pytest.mark.parametrize("build", ["cpu", "gpu", "fake"])
 def test_every_process_gets_the_same_fixed_hash_seed(build: Build):
-    # PITFALLS A39: with a random seed per process the cache keys differ and reuse is silently 0.
+    # A39: with a random seed per process the cache keys differ and reuse is silently 0.
     seeds = [command.env["PYTHONHASHSEED"] for command in rendered(lmcache(build), {})]
     assert set(seeds) == {"0"}
 
 
 def test_inherited_engine_settings_reach_no_arm_and_are_noted():
-    # PITFALLS A60
+    # A60
     exported = {
         "LMCACHE_CHUNK_SIZE": "7",
         "VLLM_API_KEY": "s3cret",
@@ -119,7 +119,7 @@ def test_inherited_engine_settings_reach_no_arm_and_are_noted():
 
 
 def test_everything_else_inherited_stays():
-    # PITFALLS A60: a bare env= would lose PATH and HOME.
+    # A60: a bare env= would lose PATH and HOME.
     kept = INHERITED | {
         "LD_LIBRARY_PATH": "/opt/lib",
         "HF_TOKEN": "hf_x",
@@ -129,7 +129,7 @@ def test_everything_else_inherited_stays():
 
 
 def test_rendering_changes_neither_the_given_nor_the_own_environment():
-    # PITFALLS A60: edits of os.environ would persist into the next arm.
+    # A60: edits of os.environ would persist into the next arm.
     inherited, own = dict(INHERITED), dict(os.environ)
     rendered(lmcache(), inherited)
     assert inherited == INHERITED

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.findings import Finding
+from harness.plan import Plan
 from tests.unit.test_layers import ROOT, files
 
 
@@ -26,6 +27,19 @@ def test_every_finding_code_is_in_the_readme_and_the_readme_names_no_other() -> 
     assert len(codes) > 10
     section = text("README.md").split("## Findings")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([a-z-]+)` \|", section, re.M)) == codes
+
+
+def test_every_field_of_a_plan_is_in_the_readme() -> None:
+    section = text("README.md").split("## Plan files")[1].split("\n## ")[0]
+    fields = {
+        name
+        for model in (Plan, *(f.annotation for f in Plan.model_fields.values()))
+        for name in getattr(model, "model_fields", {})
+    }
+    assert len(fields) > 20
+    named = set(re.findall(r"`(?:[a-z]+\.)?([a-z_]+)`", section)) | {"schema_version"}
+    fields -= {name for name in Plan.model_fields if name in section}
+    assert sorted(fields - named) == []
 
 
 def test_every_command_is_in_the_readme() -> None:

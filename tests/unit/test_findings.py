@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 from harness.findings import Finding, find, has_failed, reconcile_json
@@ -49,7 +50,7 @@ def run_of(
     sessions = {name: {"facts": FACTS} for name in SESSIONS} if facts is None else facts
     keys = [p.key for p in expected] if planned is None else planned
     requests = join(keys, {r.key: r for r in rows}, {p.key: p for p in expected})
-    return Reconciliation("run", PLAN, {"sessions": sessions}, requests, notes)
+    return Reconciliation("run", Path("results/run"), PLAN, {"sessions": sessions}, requests, notes)
 
 
 def codes(run: Reconciliation) -> list[str]:
@@ -175,6 +176,18 @@ def test_a_tier_that_stored_nothing_is_an_error() -> None:
     # A42: the server answers all the same.
     rows = [*sound_rows()[:2], tier_row(stored_tokens=0, output_sha256="bb")]
     assert codes(run_of(rows)) == ["tier-off"]
+
+
+def test_an_interrupted_session_owes_no_loads_of_requests_it_never_sent() -> None:
+    cold = tier_row(**{"pass": "pass1-cold"}, computed=520, host_loaded=0, loaded_bytes=0)
+    planned = [make_prediction(cold), make_prediction(tier_row())]
+    assert codes(run_of([cold], predictions=planned)) == ["missing-requests"]
+
+
+def test_the_remedy_for_missing_rows_can_be_pasted() -> None:
+    rows = sound_rows()
+    finding = the_finding(run_of(rows[:2], predictions=[*map(make_prediction, rows)]))
+    assert "kvcliff run --resume results/run " in finding.remedy
 
 
 def test_a_tier_that_loaded_nothing_when_loads_were_due_is_an_error() -> None:

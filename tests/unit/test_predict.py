@@ -28,7 +28,7 @@ def chunks(prediction: Prediction) -> tuple[int, int, int]:
     return prediction.hit_chunks, prediction.loaded_chunks, prediction.stored_chunks
 
 
-# --- the recorded run (SEMANTICS section 2)
+# --- the recorded run (vLLM 0.32 CPU + LMCache 0.5.6)
 
 
 def recorded_run() -> dict[tuple[str, int], Prediction]:

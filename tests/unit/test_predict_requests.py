@@ -8,7 +8,7 @@ import pytest
 from harness.errors import InputError
 from harness.predict_requests import PredictSpec, predict_file, predict_lines, read_spec
 
-LAB = {  # SEMANTICS section 2's recorded run: a host tier that holds everything
+LAB = {  # a run recorded on vLLM 0.32 CPU + LMCache 0.5.6: a host tier that holds everything
     "engine": "0.32.0",
     "block_size": 32,
     "num_gpu_blocks": 600,
