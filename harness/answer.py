@@ -13,6 +13,7 @@ from typing import Any
 from harness.sse import DONE, Event, SseParser
 
 ERROR_BODY_BYTES = 500
+MOST_MS = 1e9  # eleven days; anything beyond is no duration of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def _tell(events: Sequence[tuple[int, Event]]) -> _Story:
             continue
         try:
             chunk = json.loads(event.data)
-        except ValueError as fault:
+        except (ValueError, RecursionError) as fault:
             story.error = story.error or f"an event is not JSON ({fault}): {event.data[:80]}"
             continue
         if not _has_chunk_shape(chunk):
@@ -172,7 +173,9 @@ _DELTA: Mapping[str, type] = {"content": str, "reasoning_content": str, "reasoni
 def _has_chunk_shape(chunk: Any) -> bool:
     """Whether everything read from ``chunk`` below is null or of the type it is read as."""
     return _holds(chunk, _CHUNK) and all(
-        _holds(choice, _CHOICE) and _holds(choice.get("delta") or {}, _DELTA)
+        _holds(choice, _CHOICE)
+        and _holds(choice.get("delta") or {}, _DELTA)
+        and all(type(token) is int for token in choice.get("token_ids") or ())
         for choice in chunk.get("choices") or ()
     )
 
@@ -243,6 +246,8 @@ def _stream_error(answer: Received, story: _Story) -> str | None:
     if not story.token_stamps:
         n = _count(story.usage.get("completion_tokens"))
         return f"no_visible_text: usage says {n} output tokens, none arrived" if n else "no token"
+    if story.finish_reason not in (None, "length", "stop"):
+        return f"finish_reason is {story.finish_reason!r}: the server gave up"
     missing = [] if story.finish_reason else ["finish_reason"]
     missing += [] if answer.is_done else [DONE]
     if missing:
@@ -266,13 +271,17 @@ def _count_error(story: _Story, *, prompt_tokens: int, output_tokens: int) -> st
 
 
 def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int and 0 <= value < 2**53 else None
 
 
 def _server_ttft_ms(metrics: Mapping[str, Any]) -> float | None:
     """Queue plus prefill: an LMCache load counts as queue time, so neither alone will do."""
     parts = [metrics.get(name) for name in ("queue_time_ms", "time_to_first_token_ms")]
-    known = [float(part) for part in parts if isinstance(part, int | float)]
+    known = [
+        float(part)
+        for part in parts
+        if isinstance(part, int | float) and not isinstance(part, bool) and 0 <= part < MOST_MS
+    ]
     return sum(known) if len(known) == len(parts) else None
 
 

@@ -18,7 +18,8 @@ from harness.files import describe_invalid, dump_json, load_json, read_lines
 SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 
 Tokens = Annotated[int, Field(ge=0)]
-Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# 1e9 ms are eleven days: beyond that it is no duration, and sums of such overflow.
+Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class Row(BaseModel):
@@ -155,7 +156,7 @@ def read_journal(path: Path, notes: list[str] | None = None) -> list[Row]:
     Anything else that is not a valid row, a key met twice, or sources that do not follow from the
     row's own raw counters raises InputError with file, line and field.
     """
-    rows = []
+    rows: list[Row] = []
     for number, row in _records(path, Row, notes if notes is not None else []):
         if row.schema_version != SCHEMA:
             raise InputError(
@@ -163,9 +164,33 @@ def read_journal(path: Path, notes: list[str] | None = None) -> list[Row]:
                 f"{SCHEMA}",
                 hint="read it with the kvcliff version that wrote it (manifest.json names it)",
             )
+        if problem := contradiction(row, rows[-1] if rows else None):
+            raise InputError(f"{path}, line {number}: {problem}")
         _check_sources(path, number, row)
         rows.append(row)
     return rows
+
+
+def contradiction(row: Row, last: Row | None) -> str | None:
+    """What in ``row`` contradicts itself or ``last``, the row before it; None when nothing does."""
+    times = (row.ttft_ms, row.total_ms, row.output_tokens, row.output_sha256)
+    if row.complete and (row.error is not None or None in times):
+        return "complete is true beside an error, or without times, output tokens or output digest"
+    if not row.complete and (row.error is None or row.ttft_ms is not None):
+        return "complete is false without an error, or beside a ttft_ms"
+    if row.ttft_ms is not None and row.total_ms is not None and row.ttft_ms > row.total_ms:
+        return f"ttft_ms {row.ttft_ms} is more than total_ms {row.total_ms}"
+    if row.is_attributed != (row.unattributed is None):
+        return "unattributed must say why exactly when the token sources are null"
+    if last is None:
+        return None if row.seq == 1 else f"seq is {row.seq} in the first row"
+    if (row.seq, row.order) != (last.seq + 1, last.order):
+        return f"seq {row.seq}, order {row.order} after seq {last.seq}, order {last.order}"
+    if None not in (last.counters_after, row.counters_before) and (
+        last.counters_after != row.counters_before
+    ):
+        return "counters_before are not the counters_after of the row before"
+    return None
 
 
 def read_predictions(path: Path) -> list[PredictedRow]:

@@ -18,11 +18,12 @@ from servers.arms import Arm, Build, HostTier, ServerSpec
 from servers.tinymodel import write_tiny_model
 from sim.geometry import KvGeometry, find_model, host_bytes
 from sim.predict import Prediction, TierSpec, predict
-from sim.workload import Workload, WorkloadSpec, build_workload
+from sim.workload import Questions, Workload, WorkloadSpec, build_workload
 
 PLAN_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 
 Count = Annotated[int, Field(ge=1, le=100_000_000)]
+GpuBlocks = Annotated[int, Field(ge=2, le=10_000_000)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
@@ -42,7 +43,11 @@ class ModelSection(_Section):
 
 
 class WorkloadSection(_Section):
-    """Sizes in tokens; ``vocab`` is a half-open range of token ids, by default from the model."""
+    """Sizes in tokens; ``vocab`` is a half-open range of token ids, by default from the model.
+
+    ``questions`` and ``document_step_tokens`` as in ``sim.workload``; for those two the sizes are
+    the smallest, ``spec().longest_prompt_tokens`` is the largest.
+    """
 
     documents: Count
     document_tokens: Count
@@ -52,6 +57,12 @@ class WorkloadSection(_Section):
     warmup_documents: Count = 2
     seed: int = 1
     vocab: Annotated[tuple[int, int], Field(strict=False)] | None = None
+    document_step_tokens: Annotated[int, Field(ge=0, le=100_000_000)] = 0
+    questions: Questions = "new"
+
+    def spec(self) -> WorkloadSpec:
+        """The workload as ``sim`` takes it; before ``vocab`` is known its sizes alone hold."""
+        return WorkloadSpec(**{**self.model_dump(), "vocab": self.vocab or (0, 0)})
 
 
 class ServerSection(_Section):
@@ -59,7 +70,7 @@ class ServerSection(_Section):
 
     build: Literal["auto", "cpu", "gpu", "fake"] = "auto"
     block_size: Count
-    num_gpu_blocks: Annotated[int, Field(ge=2)]
+    num_gpu_blocks: GpuBlocks
     max_num_batched_tokens: Count
     max_model_len: Count
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -78,7 +89,7 @@ class HostSection(_Section):
 class ControlSection(_Section):
     """The fits-in-GPU control: the ``lmcache`` arm with this many GPU blocks instead."""
 
-    num_gpu_blocks: Annotated[int, Field(ge=2)]
+    num_gpu_blocks: GpuBlocks
 
 
 class DeadlineSection(_Section):
@@ -92,7 +103,7 @@ class DeadlineSection(_Section):
 class Plan(_Section):
     """A plan file as written; ``resolve`` turns it into an ``Experiment``."""
 
-    schema_version: Literal[1] = Field(alias="schema")
+    schema_version: Annotated[int, Field(alias="schema", ge=1, le=1)]
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,40}$")]
     order: Annotated[
         tuple[Literal["baseline", "lmcache", "control"], ...], Field(min_length=1, strict=False)
@@ -216,7 +227,17 @@ def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
         geometry = KvGeometry.from_config(model, dtype)
     except ValueError as error:
         raise InputError(f"model.path {plan.model.path!r}: {error}") from None
+    if geometry.host_chunks(plan.host.gib, plan.host.chunk_tokens) < 1:
+        raise InputError(
+            f"host.gib is {plan.host.gib:g}: less than one chunk of "
+            f"{geometry.chunk_bytes(plan.host.chunk_tokens):,} bytes"
+        )
     vocab = plan.workload.vocab or _vocabulary(model / "config.json")
+    n_ids = _vocabulary_size(model / "config.json")
+    if n_ids is not None and not 0 <= vocab[0] < vocab[1] <= n_ids:
+        raise InputError(
+            f"workload.vocab is [{vocab[0]}, {vocab[1]}), the model's token ids are [0, {n_ids})"
+        )
     resolved = plan.model_copy(
         update={
             "server": plan.server.model_copy(update={"build": build, "dtype": dtype}),
@@ -262,13 +283,14 @@ def installed_build() -> Build:
 def _impossible(plan: Plan) -> list[str]:
     """Why the engines could not run this plan, or its outcome could not be attributed."""
     work, server = plan.workload, plan.server
-    prompt = work.document_tokens + work.question_tokens
+    prompt = work.spec().longest_prompt_tokens
     total = prompt + work.output_tokens
     problems = []
-    if prompt * work.documents * len(work.passes) > _MOST_TOKENS:
+    session_tokens = prompt * (work.documents * len(work.passes) + work.warmup_documents)
+    if session_tokens > _MOST_TOKENS:
         problems.append(
-            f"workload asks for {prompt * work.documents * len(work.passes):,} prompt tokens a "
-            f"session; at most {_MOST_TOKENS:,} are held in memory"
+            f"workload asks for {session_tokens:,} prompt tokens a session; at most "
+            f"{_MOST_TOKENS:,} are held in memory"
         )
     if total > server.max_model_len:
         problems.append(
@@ -327,29 +349,24 @@ def _model_folder(name: str, cache_dir: Path) -> Path:
 
 def _vocabulary(config: Path) -> tuple[int, int]:
     """The middle of the vocabulary: special tokens sit at its ends."""
-    content = json.loads(config.read_text(encoding="utf-8"))
-    size = content.get("text_config", content).get("vocab_size")
-    if not isinstance(size, int) or size < 8:
+    size = _vocabulary_size(config)
+    if size is None or size < 8:
         raise InputError(f"{config}: no usable vocab_size", hint="set workload.vocab in the plan")
     return (size // 8, size - size // 8)
+
+
+def _vocabulary_size(config: Path) -> int | None:
+    content = json.loads(config.read_text(encoding="utf-8"))
+    text = content.get("text_config")
+    size = (text if isinstance(text, dict) else content).get("vocab_size")
+    return size if type(size) is int else None
 
 
 def _workload(plan: Plan) -> Workload:
     work = plan.workload
     assert work.vocab is not None, "resolve fills vocab"
     try:
-        return build_workload(
-            WorkloadSpec(
-                documents=work.documents,
-                document_tokens=work.document_tokens,
-                question_tokens=work.question_tokens,
-                output_tokens=work.output_tokens,
-                passes=work.passes,
-                warmup_documents=work.warmup_documents,
-                seed=work.seed,
-                vocab=work.vocab,
-            )
-        )
+        return build_workload(work.spec())
     except ValueError as error:
         raise InputError(f"workload: {error}") from None
 

@@ -41,11 +41,16 @@ def make_plan(*, more: str = "", **replaced: str) -> Plan:
 
 
 def make_record(**changed: Any) -> dict[str, Any]:
-    """A valid journal record: a complete, attributed baseline request of 520 prompt tokens."""
+    """A valid journal record: a complete, attributed baseline request of 520 prompt tokens.
+
+    Document d is request d + 1 of its session, and the requests before it were like it.
+    """
+    doc = changed.get("doc", 0)
+    seq = doc + 1 if type(doc) is int else 2
     computed = changed.get("computed", 520)
     gpu_hit = changed.get("gpu_hit", 0)
     host_loaded = changed.get("host_loaded", 0)
-    after = {
+    moved = {
         "finished": 1,
         "preemptions": 0,
         "prompt_computed": computed or 0,
@@ -55,14 +60,14 @@ def make_record(**changed: Any) -> dict[str, Any]:
     record = {
         "config": "baseline", "pass": "pass1-cold", "doc": 0, "doc_tokens": 512,
         "ttft_ms": 100.0, "total_ms": 110.0, "schema": 1, "run": "r", "session": "01-baseline",
-        "order": 1, "seq": 2, "phase": "measure", "prompt_tokens": 520, "output_tokens": 2,
+        "order": 1, "seq": seq, "phase": "measure", "prompt_tokens": 520, "output_tokens": 2,
         "computed": computed, "gpu_hit": gpu_hit, "host_loaded": host_loaded,
         "loaded_bytes": None, "loaded_source": None, "stored_tokens": None,
         "chunk_tokens": None, "chunk_bytes": None, "cached_tokens": None, "disagreement": None,
         "server_ttft_ms": 99.0, "first_byte_ms": 99.5, "settle_ms": 20.0, "conn_reused": True,
         "finish_reason": "length", "complete": True, "error": None, "unattributed": None,
-        "output_sha256": "aa", "counters_before": dict.fromkeys(after, 0),
-        "counters_after": after, "sent_unix_ns": 1,
+        "output_sha256": "aa", "counters_before": {name: (seq - 1) * value for name, value in moved.items()},
+        "counters_after": {name: seq * value for name, value in moved.items()}, "sent_unix_ns": 1,
     }  # fmt: skip
     return {**record, **changed}
 

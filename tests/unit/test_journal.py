@@ -8,12 +8,12 @@ import pytest
 
 from harness.errors import InputError
 from harness.files import load_json, write_atomically
-from harness.journal import JournalWriter, read_journal
+from harness.journal import JournalWriter, Row, read_journal
 from tests.factory import failed, make_record, make_row, write_journal
 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
-    rows = [make_row(seq=1), make_row(seq=2, doc=1, ttft_ms=0.1 + 0.2)]
+    rows = [make_row(), make_row(doc=1, ttft_ms=0.1 + 0.2)]
     with JournalWriter(tmp_path / "j.jsonl") as journal:
         for row in rows:
             journal.append(row)
@@ -86,9 +86,9 @@ def test_line_separators_in_an_error_text_survive_any_locale(tmp_path: Path) -> 
     # A64: U+2028, U+0085, VT and a non-ASCII letter inside one string, written under LANG=C.
     code = (
         "import sys; from pathlib import Path; from harness.journal import JournalWriter\n"
-        "from tests.factory import make_row\n"
+        "from harness.journal import Row; from tests.factory import failed\n"
         "with JournalWriter(Path(sys.argv[1])) as journal:\n"
-        "    journal.append(make_row(error='a\\u2028b\\u0085c\\x0bd\\u00e9'))"
+        "    journal.append(Row.model_validate(failed(error='a\\u2028b\\u0085c\\x0bd\\u00e9')))"
     )
     path = tmp_path / "j.jsonl"
     env = {**os.environ, "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}
@@ -126,7 +126,7 @@ def test_a_second_writer_is_refused_while_the_first_writes_a_thousand_long_rows(
             [sys.executable, "-c", code, str(path)], timeout=60, capture_output=True, text=True
         )
         for doc in range(1, 1000):
-            journal.append(make_row(doc=doc, error="x" * 8192))
+            journal.append(Row.model_validate(failed(doc=doc, error="x" * 8192)))
     assert second.returncode != 0
     assert "exists already" in second.stderr
     assert [row.doc for row in read_journal(path)] == list(range(1000))
@@ -190,6 +190,50 @@ def test_sources_that_do_not_follow_from_the_rows_own_counters_are_refused(tmp_p
     record["computed"], record["gpu_hit"] = 500, 20  # sums to the prompt, but is not what was read
     with pytest.raises(InputError, match=r"computed is 500, but the row's own counters say 520"):
         read_journal(write_journal(tmp_path / "j.jsonl", record))
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"ttft_ms": None}, "complete is true beside an error, or without times"),
+        ({"error": "boom"}, "complete is true beside an error"),
+        ({"output_tokens": None}, "without times, output tokens"),
+        ({"output_sha256": None}, "output digest"),
+        ({"complete": False}, "complete is false without an error"),
+        ({"ttft_ms": 200.0}, "ttft_ms 200.0 is more than total_ms 110.0"),
+        ({"unattributed": "not settled"}, "unattributed must say why exactly when"),
+        ({"seq": 3}, "seq is 3 in the first row"),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_refused(
+    tmp_path: Path, changed: dict[str, object], problem: str
+) -> None:
+    # A70: green from nothing.
+    path = write_journal(tmp_path / "j.jsonl", make_record(**changed))
+    with pytest.raises(InputError, match=problem):
+        read_journal(path)
+
+
+def test_counters_that_jump_between_two_rows_are_refused(tmp_path: Path) -> None:
+    # A29: somebody else's request between two of ours.
+    second = make_record(doc=1)
+    second["counters_before"]["finished"] += 1
+    second["counters_after"]["finished"] += 1
+    with pytest.raises(InputError, match=r"line 2: counters_before are not the counters_after"):
+        read_journal(write_journal(tmp_path / "j.jsonl", make_record(), second))
+
+
+def test_every_row_is_synced_to_the_disk_before_append_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    with JournalWriter(tmp_path / "j.jsonl") as journal:
+        journal.append(make_row())
+        journal.append(make_row(doc=1))
+    line = len(make_row().to_json()) + 1
+    assert len(synced) == 2
+    assert synced[0] == line
 
 
 def test_a_failed_row_is_kept_with_null_times(tmp_path: Path) -> None:
