@@ -1,6 +1,8 @@
 """The command ``kvcliff``: run, plan, reconcile, summarize, doctor."""
 
+import errno
 import importlib.metadata
+import io
 import os
 import signal
 import sys
@@ -17,7 +19,7 @@ from harness.doctor import check_machine
 from harness.errors import InputError, KvcliffError, MachineError
 from harness.files import write_json
 from harness.findings import Finding, find, has_failed, reconcile_json
-from harness.leftovers import deal_with_leftovers
+from harness.leftovers import deal_with_leftovers, one_at_a_time
 from harness.plan import Experiment, load_plan, preset_names, read_plan, resolve
 from harness.predict_requests import predict_file
 from harness.preview import preview
@@ -102,6 +104,7 @@ def run(
         experiment = resolve(load_plan(plan or "demo"), cache_dir=cache_dir)
         folder = create_run(experiment, results)
     _measure(experiment, folder, cache_dir)
+    write_ttft(folder)
     failed = _report(folder, as_json=False)
     console.say(f"run folder: {folder.path}")
     raise typer.Exit(1 if failed else 0)
@@ -110,7 +113,7 @@ def run(
 def _measure(experiment: Experiment, folder: RunFolder, cache_dir: Path) -> None:
     console.say(f"run folder: {folder.path}")
     try:
-        with folder.lock(), console.RunProgress(experiment) as progress:
+        with one_at_a_time(cache_dir), folder.lock(), console.RunProgress(experiment) as progress:
             run_sessions(experiment, folder, cache_dir=cache_dir, progress=progress)
     except KeyboardInterrupt:
         console.say(f"interrupted; go on with: kvcliff run --resume {folder.path}")
@@ -119,13 +122,14 @@ def _measure(experiment: Experiment, folder: RunFolder, cache_dir: Path) -> None
 
 def _resumed(path: Path, cache_dir: Path) -> tuple[RunFolder, Experiment]:
     folder = RunFolder(path)
+    folder.check_seals()
     manifest = folder.read_manifest()
     experiment = resolve(read_plan(path / PLAN_FILE), cache_dir=cache_dir)
     if experiment.plan_id != manifest["plan_id"]:
         raise InputError(
-            f"{path} was begun as {manifest['plan_id']}, its plan.toml is now "
-            f"{experiment.plan_id}: what was predicted and measured no longer belongs to it",
-            hint="restore plan.toml, or start a new run of the changed plan",
+            f"{path} was begun as {manifest['plan_id']}, on this machine its plan is "
+            f"{experiment.plan_id}: the model or this kvcliff is another one",
+            hint="resume it where and with what it was begun, or start a new run",
         )
     return folder, experiment
 
@@ -206,8 +210,7 @@ def doctor(
 
 
 def _report(folder: RunFolder, *, as_json: bool) -> bool:
-    """Derive every file of a run from its journals and show it; True when a check failed."""
-    write_ttft(folder)
+    """Reconcile, summarize, write both files, show both; True when a check failed."""
     result, findings, reconciliation = _reconcile(folder)
     summary = summarize_rows(
         result.rows,
@@ -215,7 +218,7 @@ def _report(folder: RunFolder, *, as_json: bool) -> bool:
         plan_id=result.manifest["plan_id"],
         block_size=result.plan.server.block_size,
     )
-    write_json(folder.path / "summary.json", summary)
+    _write(folder.path / "summary.json", summary)
     if as_json:
         console.show_json(summary)
     else:
@@ -229,8 +232,18 @@ def _reconcile(folder: RunFolder) -> tuple[Reconciliation, list[Finding], dict[s
     result = reconcile(folder)
     findings = find(result)
     content = reconcile_json(result, findings)
-    write_json(folder.path / "reconcile.json", content)
+    _write(folder.path / "reconcile.json", content)
     return result, findings, content
+
+
+def _write(path: Path, content: Any) -> None:
+    """Write a derived file; a run on read-only storage can be read all the same, and says so."""
+    try:
+        write_json(path, content)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        console.say(f"not written: {path}: {error.strerror}")
 
 
 def _cache_dir() -> Path:
@@ -255,6 +268,9 @@ def _on_sigterm(_signal: int, _frame: FrameType | None) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; the only place where errors become messages and exit codes."""
     signal.signal(signal.SIGTERM, _on_sigterm)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale without "–" must not cost a result
     sys.exit(_exit_code(argv))
 
 

@@ -22,7 +22,7 @@ from harness.plan import Experiment, SessionPlan
 from servers.processes import LeftOver
 
 # In a file or a pipe the tables need no folding to the width of a terminal that is not there.
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+out = Console(highlight=False, width=None if sys.stdout and sys.stdout.isatty() else 110)
 err = Console(stderr=True, highlight=False)
 
 SOURCE_WORDS = {
@@ -36,14 +36,19 @@ SOURCE_WORDS = {
 
 def show_error(error: KvcliffError) -> None:
     """What happened and what to do, on stderr."""
-    err.print(f"kvcliff: {error}", style="bold red", markup=False, soft_wrap=True)
+    err.print(_printable(f"kvcliff: {error}"), style="bold red", markup=False, soft_wrap=True)
     if error.hint:
         err.print(f"  → {error.hint}", markup=False, soft_wrap=True)
 
 
 def say(text: str) -> None:
     """One line of progress or advice, on stderr."""
-    err.print(text, markup=False, soft_wrap=True)
+    err.print(_printable(text), markup=False, soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """``text`` without the control characters a server's message may hold."""
+    return "".join(c if c == "\n" or c.isprintable() else "?" for c in text)
 
 
 def show_json(content: Any) -> None:
@@ -200,7 +205,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
         say("findings: none; every check passed")
     for finding in findings:
         style = "bold red" if finding.severity == "error" else "yellow"
-        err.print(f"{finding.severity}: {finding.code}: {finding.message}", style=style,
+        err.print(_printable(f"{finding.severity}: {finding.code}: {finding.message}"), style=style,
                   markup=False, soft_wrap=True)  # fmt: skip
         say(f"  cause: {finding.cause}")
         say(f"  remedy: {finding.remedy}")

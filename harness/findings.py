@@ -228,7 +228,9 @@ _EQUAL_FACTS = ("vllm_version", "lmcache_version", "block_size")
 
 
 def _servers(run: Reconciliation) -> Iterator[Finding]:
-    facts = {name: s.get("facts", {}) for name, s in run.manifest.get("sessions", {}).items()}
+    sessions = run.manifest["sessions"]
+    facts = {name: _facts_of(session) for name, session in sessions.items()}
+    yield from _servers_unlike_the_plan(run, facts)
     for fact in _EQUAL_FACTS:
         values = {name: f.get(fact) for name, f in facts.items() if f.get(fact) is not None}
         if len(set(values.values())) > 1:
@@ -238,6 +240,39 @@ def _servers(run: Reconciliation) -> Iterator[Finding]:
     }
     if len(set(capacity.values())) > 1:
         yield _differs("num_gpu_blocks", capacity)
+
+
+def _facts_of(session: dict[str, Any]) -> dict[str, Any]:
+    facts = session.get("facts")
+    return facts if isinstance(facts, dict) else {}
+
+
+def _servers_unlike_the_plan(
+    run: Reconciliation, facts: dict[str, dict[str, Any]]
+) -> Iterator[Finding]:
+    """What the servers of every measured session said they are, against what the plan asks."""
+    for session in dict.fromkeys(row.session for row in run.rows):
+        arm, known = run.arm_of(session), facts.get(session, {})
+        server, control = run.plan.server, run.plan.control
+        blocks = control.num_gpu_blocks if arm == "control" and control else server.num_gpu_blocks
+        asked = {"num_gpu_blocks": blocks, "block_size": server.block_size}
+        wrong = [
+            f"{name} {known.get(name)}, asked {value}"
+            for name, value in asked.items()
+            if known.get(name) != value
+        ]
+        if not known.get("vllm_version"):
+            wrong.append("vllm_version unknown")
+        if (known.get("connector") is None) != (arm == "baseline"):
+            wrong.append(f"connector {known.get('connector')}")
+        if wrong:
+            yield Finding(
+                "servers-unlike-plan",
+                "error",
+                f"{session}: {'; '.join(wrong)}",
+                "manifest.json was changed, or the session was measured with other servers",
+                "restore manifest.json, or measure the session again",
+            )
 
 
 def _differs(fact: str, values: dict[str, Any]) -> Finding:

@@ -1,6 +1,9 @@
 """Servers that a killed run left behind: name them, and end exactly those when told to."""
 
+import fcntl
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from harness import console
@@ -52,6 +55,20 @@ def _end(found: dict[Path, list[LeftOver]]) -> None:
             hint="a process stuck in the kernel needs a restart of the machine",
         )
     console.say("ended the left-over processes")
+
+
+@contextmanager
+def one_at_a_time(cache_dir: Path) -> Iterator[None]:
+    """Hold this user's machine for one measurement; MachineError when another one is running."""
+    with (cache_dir / "measuring.lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MachineError(
+                "another kvcliff run is measuring on this machine; each would disturb the other",
+                hint="wait for it to end",
+            ) from None
+        yield
 
 
 def _ledgers(results: Path) -> list[Path]:

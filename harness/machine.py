@@ -67,9 +67,10 @@ def gpu_names() -> list[str] | None:
             ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=20,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()] or None

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.journal import PredictedRow, Row, read_predictions
 from harness.plan import Plan, planned_keys, read_plan, session_name
-from harness.runfolder import PLAN_FILE, RunFolder
+from harness.runfolder import PLAN_FILE, PREDICTION_FILE, RunFolder
 
 SOURCES = ("computed", "gpu_hit", "host_loaded")
 
@@ -88,9 +88,10 @@ class Reconciliation:
 def reconcile(folder: RunFolder) -> Reconciliation:
     """Read a run folder and check it; InputError when a file cannot be read."""
     notes: list[str] = []
+    folder.check_seals()
     manifest = folder.read_manifest()
     plan = read_plan(folder.path / PLAN_FILE)
-    predictions = {row.key: row for row in read_predictions(folder.path / "prediction.jsonl")}
+    predictions = {row.key: row for row in read_predictions(folder.path / PREDICTION_FILE)}
     rows = {row.key: row for row in folder.rows(notes)}
     requests = join(planned_keys(plan), rows, predictions)
     return Reconciliation(folder.name, folder.path, plan, manifest, requests, tuple(notes))

@@ -1,6 +1,7 @@
 """The run folder: where the files of one run are, and its manifest."""
 
 import fcntl
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,17 +15,22 @@ from harness.files import describe_invalid, load_json, write_json
 from harness.journal import Row, read_journal
 
 PLAN_FILE = "plan.toml"
+PREDICTION_FILE = "prediction.jsonl"
 LEDGER_FILE = "processes.jsonl"
 
 
 class Manifest(BaseModel):
-    """What every reader of ``manifest.json`` relies on; the other fields describe the machine."""
+    """What every reader of ``manifest.json`` relies on; the other fields describe the machine.
+
+    ``sealed``: SHA-256 of the files written before the first measurement and never changed since.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     schema_version: Literal[1] = Field(alias="schema")  # history: 1 = first published
     run: str
     plan_id: str
+    sealed: dict[str, str]
     sessions: dict[str, dict[str, Any]]
 
 
@@ -45,7 +51,8 @@ class RunFolder:
 
     def journals(self) -> list[Path]:
         """Every journal there is, in session order."""
-        return sorted(self.path.glob("journal-*.jsonl"))
+        paths = self.path.glob("journal-*.jsonl")
+        return sorted(paths, key=lambda path: (len(path.stem.split("-")[1]), path.name))
 
     @property
     def ledger(self) -> Path:
@@ -60,6 +67,10 @@ class RunFolder:
         run = self.read_manifest()["run"]
         return [row for path in self.journals() for row in _rows_of(path, run, notes)]
 
+    def session_rows(self, session: str, notes: list[str] | None = None) -> list[Row]:
+        """The rows of one session's journal, as ``rows``."""
+        return _rows_of(self.journal(session), self.read_manifest()["run"], notes)
+
     def is_being_measured(self) -> bool:
         """Whether another process holds the run's lock."""
         try:
@@ -67,6 +78,16 @@ class RunFolder:
                 return False
         except InputError:
             return True
+
+    def check_seals(self) -> None:
+        """InputError when the plan or the predictions are not those the run began with."""
+        for name, digest in self.read_manifest()["sealed"].items():
+            if file_digest(self.path / name) != digest:
+                raise InputError(
+                    f"{self.path / name} was changed after the run began: what was measured no "
+                    "longer answers it",
+                    hint="restore the file, or start a new run",
+                )
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -105,6 +126,14 @@ class RunFolder:
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the manifest in one step."""
         write_json(self.path / "manifest.json", manifest)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes in hex; InputError when it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _rows_of(path: Path, run: str, notes: list[str] | None) -> list[Row]:

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from harness.errors import InputError
 from harness.files import write_atomically, write_lines
-from harness.journal import JournalWriter, PredictedRow, Row, read_journal
+from harness.journal import JournalWriter, PredictedRow, Row
 from harness.machine import machine_facts
 from harness.plan import Experiment, SessionPlan
 from harness.replay import SessionContext, replay
-from harness.runfolder import PLAN_FILE, RunFolder
+from harness.runfolder import PLAN_FILE, PREDICTION_FILE, RunFolder, file_digest
 from harness.settle import Scraper
 from harness.stream import open_client
 from servers.command import Command
@@ -49,7 +49,7 @@ def create_run(experiment: Experiment, results: Path) -> RunFolder:
         ) from None
     write_atomically(folder.path / PLAN_FILE, experiment.plan.to_toml())
     write_lines(
-        folder.path / "prediction.jsonl", (row.to_json() for row in predicted_rows(experiment))
+        folder.path / PREDICTION_FILE, (row.to_json() for row in predicted_rows(experiment))
     )
     folder.write_manifest(
         {
@@ -58,6 +58,9 @@ def create_run(experiment: Experiment, results: Path) -> RunFolder:
             "run": folder.name,
             "plan_id": experiment.plan_id,
             **facts,
+            "sealed": {
+                name: file_digest(folder.path / name) for name in (PLAN_FILE, PREDICTION_FILE)
+            },
             "sessions": {},
         }
     )
@@ -90,7 +93,7 @@ def run_sessions(
 ) -> None:
     """Measure every session that has no complete journal yet, in order."""
     for session in experiment.sessions:
-        if _is_complete(folder.journal(session.name), experiment):
+        if _is_complete(folder, session, experiment):
             continue
         _set_aside(folder.journal(session.name))
         _measure(experiment, session, folder, cache_dir=cache_dir, progress=progress)
@@ -104,11 +107,14 @@ def write_ttft(folder: RunFolder) -> None:
     )
 
 
-def _is_complete(journal: Path, experiment: Experiment) -> bool:
-    if not journal.exists():
+def _is_complete(folder: RunFolder, session: SessionPlan, experiment: Experiment) -> bool:
+    """Whether the session's journal has every request, in order, and nothing torn after it."""
+    notes: list[str] = []
+    if not folder.journal(session.name).exists():
         return False
-    keys = [(row.pass_name, row.doc) for row in read_journal(journal)]
-    return keys == [request.key for request in experiment.workload.requests]
+    keys = [row.key for row in folder.session_rows(session.name, notes)]
+    planned = [(session.name, *request.key) for request in experiment.workload.requests]
+    return keys == planned and not notes
 
 
 def _set_aside(journal: Path) -> None:

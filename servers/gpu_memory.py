@@ -59,6 +59,7 @@ def read_used() -> dict[str, int | None]:
             ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=20,
             check=True,
         )

@@ -1,21 +1,29 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.findings import Finding, find, has_failed, reconcile_json
 from harness.journal import PredictedRow, Row
 from harness.reconcile import Reconciliation, join
 from tests.factory import failed, make_plan, make_prediction, make_row
 
-SESSIONS = ("01-baseline", "02-lmcache")
 PLAN = make_plan(
     order='order = ["baseline", "lmcache", "lmcache", "baseline", "control"]',
     more="[control]\nnum_gpu_blocks = 99",
 )
 FACTS = {
     "vllm_version": "0.32.0",
-    "lmcache_version": "0.5.6",
+    "lmcache_version": None,
     "block_size": 32,
-    "num_gpu_blocks": 34,
+    "num_gpu_blocks": 18,
+    "connector": None,
+}
+TIER_FACTS = {**FACTS, "lmcache_version": "0.5.6", "connector": "LMCacheMPConnector"}
+SERVERS: dict[str, dict[str, Any]] = {
+    "01-baseline": {"facts": FACTS},
+    "02-lmcache": {"facts": TIER_FACTS},
+    "05-control": {"facts": {**TIER_FACTS, "num_gpu_blocks": 99}},
 }
 
 
@@ -47,7 +55,7 @@ def run_of(
     planned: list[tuple[str, str, int]] | None = None,
 ) -> Reconciliation:
     expected = predictions or [make_prediction(row) for row in rows]
-    sessions = {name: {"facts": FACTS} for name in SESSIONS} if facts is None else facts
+    sessions = SERVERS if facts is None else {**SERVERS, **facts}
     keys = [p.key for p in expected] if planned is None else planned
     requests = join(keys, {r.key: r for r in rows}, {p.key: p for p in expected})
     return Reconciliation("run", Path("results/run"), PLAN, {"sessions": sessions}, requests, notes)
@@ -226,29 +234,46 @@ def test_outputs_that_never_vary_prove_nothing() -> None:
 
 def test_arms_with_different_kv_capacity_are_an_error_naming_both() -> None:
     # A43, A57
-    facts = {
-        "01-baseline": {"facts": FACTS},
-        "02-lmcache": {"facts": {**FACTS, "num_gpu_blocks": 30}},
-    }
-    finding = the_finding(run_of(sound_rows(), facts=facts))
-    assert finding.code == "servers-differ"
-    assert "01-baseline 34, 02-lmcache 30" in finding.message
+    facts = {"02-lmcache": {"facts": {**TIER_FACTS, "num_gpu_blocks": 30}}}
+    findings = {f.code: f.message for f in find(run_of(sound_rows(), facts=facts))}
+    assert set(findings) == {"servers-differ", "servers-unlike-plan"}
+    assert "01-baseline 18, 02-lmcache 30" in findings["servers-differ"]
+    assert findings["servers-unlike-plan"] == "02-lmcache: num_gpu_blocks 30, asked 18"
 
 
 def test_the_controls_larger_gpu_tier_is_not_a_difference() -> None:
-    facts = {
-        "01-baseline": {"facts": FACTS},
-        "05-control": {"facts": {**FACTS, "num_gpu_blocks": 99}},
-    }
-    assert codes(run_of(sound_rows(), facts=facts)) == []
+    assert codes(run_of(sound_rows())) == []
 
 
 def test_an_engine_upgraded_between_sessions_is_an_error() -> None:
-    facts = {
-        "01-baseline": {"facts": FACTS},
-        "02-lmcache": {"facts": {**FACTS, "vllm_version": "0.33.0"}},
-    }
+    facts = {"02-lmcache": {"facts": {**TIER_FACTS, "vllm_version": "0.33.0"}}}
     assert codes(run_of(sound_rows(), facts=facts)) == ["servers-differ"]
+
+
+@pytest.mark.parametrize(
+    ("session", "said"),
+    [
+        ({}, "vllm_version unknown"),
+        ({"facts": None}, "vllm_version unknown"),
+        ({"facts": {**TIER_FACTS, "connector": None}}, "connector None"),
+        ({"facts": {**TIER_FACTS, "block_size": 64}}, "block_size 64, asked 32"),
+    ],
+)
+def test_servers_that_are_unknown_or_not_as_planned_are_an_error(
+    session: dict[str, Any], said: str
+) -> None:
+    # A40, A70: a missing fact proves nothing.
+    findings = {
+        f.code: f.message for f in find(run_of(sound_rows(), facts={"02-lmcache": session}))
+    }
+    assert said in findings["servers-unlike-plan"]
+
+
+def test_stored_tokens_that_are_not_the_predicted_ones_are_a_residual() -> None:
+    rows = sound_rows()
+    predictions = [make_prediction(row) for row in rows]
+    predictions[2] = make_prediction(rows[2], stored_tokens=256)
+    assert "stored_tokens +256" in the_finding(run_of(rows, predictions=predictions)).message
 
 
 def test_a_plan_that_can_show_no_effect_is_a_warning_only() -> None:
