@@ -481,7 +481,7 @@ def _kill_in_second_session(harness: "subprocess.Popen[str]", tmp_path: Path) ->
 
 def _wait_until_gone(run: Path) -> None:
     """The servers of a killed harness get SIGTERM from the kernel; give them their time."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while leftovers(run / "processes.jsonl"):
-        assert time.monotonic() < until, "servers outlived the harness by 20 s"
+        assert time.monotonic() < until, "servers outlived the harness by a minute"
         time.sleep(0.05)
