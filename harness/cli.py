@@ -17,16 +17,19 @@ from harness import console
 from harness.deployment import describe, read_deployment
 from harness.doctor import check_machine
 from harness.errors import InputError, KvcliffError, MachineError
+from harness.evidence import publish, summarize_stream
+from harness.export import FORMS
+from harness.export import export as export_rows
 from harness.files import write_json
-from harness.findings import Finding, find, has_failed, reconcile_json
+from harness.findings import has_failed
+from harness.importing import import_rows
 from harness.leftovers import deal_with_leftovers, one_at_a_time
 from harness.plan import Experiment, load_plan, preset_names, read_plan, resolve
 from harness.predict_requests import predict_file
 from harness.preview import preview
-from harness.reconcile import Reconciliation, reconcile
 from harness.runfolder import PLAN_FILE, RunFolder
 from harness.session import create_run, run_sessions, write_ttft
-from harness.stats import summarize as summarize_rows
+from harness.watch import watch as watch_run
 from servers.errors import ServerError
 
 app = typer.Typer(
@@ -175,22 +178,101 @@ def predict(
 @app.command(name="reconcile")
 def reconcile_command(run: RunPath, as_json: Json = False) -> None:
     """Check a run; exit code 1 when a check fails."""
-    folder = RunFolder(run)
-    _, findings, content = _reconcile(folder)
+    evidence = publish(RunFolder(run), write=_write)
+    content = evidence.reconciliation
     if as_json:
         console.show_json(content)
     else:
         console.say(
             f"{content['requests_reconciled']} of {content['requests_planned']} requests reconciled"
         )
-    console.show_findings(findings)
-    raise typer.Exit(1 if has_failed(findings) else 0)
+    console.show_findings(evidence.findings)
+    raise typer.Exit(1 if has_failed(evidence.findings) else 0)
 
 
 @app.command()
-def summarize(run: RunPath, as_json: Json = False) -> None:
+def summarize(
+    run: RunPath,
+    as_json: Json = False,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="For runs too long to hold: statistics alone as JSON, no reconciliation.",
+        ),
+    ] = False,
+) -> None:
     """Show the tables of a run."""
+    if stream:
+        console.show_json(summarize_stream(RunFolder(run)))
+        return
     raise typer.Exit(1 if _report(RunFolder(run), as_json=as_json) else 0)
+
+
+@app.command()
+def report(
+    run: RunPath,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="HTML file to write.  [default: RUN/report.html]", show_default=False),
+    ] = None,
+    png: Annotated[bool, typer.Option("--png", help="Also write each chart as PNG.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Also write each chart as SVG.")] = False,
+    md: Annotated[
+        bool, typer.Option("--md", help="Also write Markdown for a pull request.")
+    ] = False,
+) -> None:
+    """Write the report of a run as one HTML file."""
+    from harness.report import write_report  # here: charts take a second to import
+
+    if (run / PLAN_FILE).exists():  # an imported run has no plan: its files are as imported
+        publish(RunFolder(run), write=_write)
+    for path in write_report(run, out or run / "report.html", png=png, svg=svg, markdown=md):
+        console.show_text(str(path))
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Two or more run folders, the first is the base.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Say what changed between runs; refuses what must not be compared."""
+    from harness.compare import compare as compare_runs
+
+    content = compare_runs(runs)
+    if as_json:
+        console.show_json(content)
+    else:
+        console.show_comparison(content)
+
+
+@app.command()
+def export(
+    run: RunPath,
+    out: Annotated[Path, typer.Argument(help="File, or folder for vllm-bench and llmd.")],
+    form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMS)}.")] = "csv",
+) -> None:
+    """Write a run in a format other tools read."""
+    for path in export_rows(run, form, out):
+        console.show_text(str(path))
+
+
+@app.command(name="import")
+def import_command(
+    source: Annotated[Path, typer.Argument(help="A ttft.jsonl that kvcliff did not write.")],
+    results: Annotated[Path, typer.Option(help="Folder the run folder is created in.")] = _RESULTS,
+) -> None:
+    """Make a run folder from someone else's measurements."""
+    console.show_text(str(import_rows(source, results)))
+
+
+@app.command()
+def watch(run: RunPath) -> None:
+    """Follow a running experiment."""
+    with console.Watching() as watching:
+        watch_run(run, watching.show)
 
 
 @app.command()
@@ -211,29 +293,13 @@ def doctor(
 
 def _report(folder: RunFolder, *, as_json: bool) -> bool:
     """Reconcile, summarize, write both files, show both; True when a check failed."""
-    result, findings, reconciliation = _reconcile(folder)
-    summary = summarize_rows(
-        result.rows,
-        run=folder.name,
-        plan_id=result.manifest["plan_id"],
-        block_size=result.plan.server.block_size,
-    )
-    _write(folder.path / "summary.json", summary)
+    evidence = publish(folder, write=_write)
     if as_json:
-        console.show_json(summary)
+        console.show_json(evidence.summary)
     else:
-        console.show_run(summary, reconciliation)
-    console.show_findings(findings)
-    return has_failed(findings)
-
-
-def _reconcile(folder: RunFolder) -> tuple[Reconciliation, list[Finding], dict[str, Any]]:
-    """Check a run and write ``reconcile.json``; its content comes last."""
-    result = reconcile(folder)
-    findings = find(result)
-    content = reconcile_json(result, findings)
-    _write(folder.path / "reconcile.json", content)
-    return result, findings, content
+        console.show_run(evidence.summary, evidence.reconciliation)
+    console.show_findings(evidence.findings)
+    return has_failed(evidence.findings)
 
 
 def _write(path: Path, content: Any) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.prompt import Confirm
 from rich.table import Table
@@ -19,6 +20,7 @@ from harness.files import dump_json
 from harness.findings import Finding
 from harness.journal import Row
 from harness.plan import Experiment, SessionPlan
+from harness.watch import View
 from servers.processes import LeftOver
 
 # In a file or a pipe the tables need no folding to the width of a terminal that is not there.
@@ -128,6 +130,50 @@ def show_run(summary: dict[str, Any], reconciliation: dict[str, Any]) -> None:
         f"{max(tokens, default='none measured,')} tokens, {max(n_bytes, default='no')} bytes",
         soft_wrap=True,
     )
+
+
+def show_comparison(content: dict[str, Any]) -> None:
+    """What changed between runs, on stdout."""
+    from harness.compare import comparison_rows  # here: charts take a second to import
+
+    table = _table(
+        "TTFT, medians of session medians in ms (sessions), later runs against the first",
+        *("pass", "arm", "run", "first", "later", "later ÷ first", "range", "says"),
+    )
+    for position, name in enumerate(content["runs"], start=1):
+        out.print(f"run {position}: {name}", markup=False, soft_wrap=True)
+    for row in comparison_rows(content):
+        table.add_row(*row)
+    out.print(table)
+
+
+class Watching:
+    """A live view of a run on a terminal; elsewhere one line for every look with news."""
+
+    def __init__(self) -> None:
+        self._live = Live(console=out, auto_refresh=False, transient=False)
+        self._seen = -1
+
+    def __enter__(self) -> "Watching":
+        if out.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, view: View) -> None:
+        """Draw what is known of the run now."""
+        recorded = sum(got for _, got, _ in view.sessions)
+        planned = sum(due for _, _, due in view.sessions)
+        last = view.last and f"last: {view.last.session} {view.last.pass_name} {view.last.doc}"
+        line = f"{view.run}: {recorded} of {planned} requests; {last or 'nothing measured yet'}"
+        if out.is_terminal:
+            tables = (_pass_table(view.summary), _ratio_table(view.summary))
+            self._live.update(Group(line, *tables), refresh=True)
+        elif recorded != self._seen:
+            out.print(line, markup=False, soft_wrap=True)
+        self._seen = recorded
 
 
 def _table(title: str, *columns: str) -> Table:

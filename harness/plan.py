@@ -12,13 +12,14 @@ from typing import Annotated, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from harness.decision import DecisionSection, unknown_pass
 from harness.errors import InputError, MachineError
 from harness.files import describe_invalid
 from servers.arms import Arm, Build, HostTier, ServerSpec
 from servers.tinymodel import write_tiny_model
 from sim.geometry import KvGeometry, find_model, host_bytes
 from sim.predict import Prediction, TierSpec, predict
-from sim.workload import Questions, Workload, WorkloadSpec, build_workload
+from sim.workload import Questions, Workload, WorkloadSpec, build_workload, pass_name
 
 PLAN_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 
@@ -114,6 +115,7 @@ class Plan(_Section):
     host: HostSection
     control: ControlSection | None = None
     deadlines: DeadlineSection = DeadlineSection()
+    decision: DecisionSection = DecisionSection()
 
     def to_toml(self) -> str:
         """The plan as TOML, defaults written out."""
@@ -305,7 +307,9 @@ def _impossible(plan: Plan) -> list[str]:
     problems += _impossible_tiers(plan)
     if "control" in plan.order and plan.control is None:
         problems.append("order names control, but there is no [control] section")
-    return problems
+    passes = [pass_name(index, order) for index, order in enumerate(work.passes)]
+    wrong = unknown_pass(plan.decision, passes)
+    return [*problems, wrong] if wrong else problems
 
 
 def _impossible_tiers(plan: Plan) -> list[str]:

@@ -153,6 +153,6 @@ def _estimate(experiment: Experiment, predictions: dict[str, list[Prediction]]) 
         return f"{len(sessions)} server starts and {computed:,} prompt tokens to compute"
     seconds = len(sessions) * _SESSION_S + computed * _CPU_PREFILL_S_PER_TOKEN
     return (
-        f"about {seconds / 60:.0f} minutes on the CPU build "
+        f"about {max(1, round(seconds / 60))} min on the CPU build "
         f"({len(sessions)} server starts, {computed:,} prompt tokens to compute)"
     )

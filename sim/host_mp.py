@@ -77,11 +77,12 @@ class HostChunks:
         hit = self.longest_hit(request.chunks)
         loaded = lmcache_load(request, hit, self._chunk_tokens).loaded_tokens
         n_steps = sum(1 for _ in request.prefill_ends(loaded))
+        if n_steps == 1:
+            return
         after = len(self._chunks) + sum(key not in self._chunks for key in request.chunks[hit:])
-        may_tick = (
-            self._evicts and self._total and after * self._unit / self._total >= (self._watermark)
-        )
-        if n_steps > 1 and (may_tick or after > self.capacity):
+        # A store of 0 chunks has no usage: it keeps nothing and evicts nothing.
+        usage = after * self._unit / self._total if self._total else 0.0
+        if self.capacity and (after > self.capacity or (self._evicts and usage >= self._watermark)):
             raise NotPredictable(
                 f"a prompt of {request.n_prompt} tokens is computed in {n_steps} steps of at most "
                 f"{request.step_tokens} tokens (max_num_batched_tokens) while the host tier would "

@@ -1,6 +1,6 @@
 """vLLM's own ``OffloadingConnector`` with its CPU manager and LRU policy.
 
-Read from vLLM 0.32 and 0.33: ``v1/kv_offload/cpu/manager.py``, ``cpu/policies/lru.py`` and
+Read from vLLM 0.31 to 0.33: ``v1/kv_offload/cpu/manager.py``, ``cpu/policies/lru.py`` and
 ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``. A chunk is a whole number of
 blocks. ``tests/live/test_tiers_match_native.py`` drives the real classes against this one.
 """
@@ -19,7 +19,7 @@ class NativeChunks:
     """Chunks in recency order; a store evicts what it needs, at once and all or nothing.
 
     ``recency`` says when a request's chunks become the most recent: ``finish`` once, when the
-    request has finished (vLLM ≤ 0.32, ``LRUCachePolicy.on_request_finished``); ``access`` at every
+    request has finished (vLLM 0.31 and 0.32, ``LRUCachePolicy.on_request_finished``); ``access`` at every
     load and offer, too (≥ 0.33, ``on_request_access``). Raises ValueError for a negative
     ``capacity``.
     """

@@ -45,7 +45,7 @@ class Predictor:
             raise ValueError(
                 f"max_num_batched_tokens is {tiers.max_num_batched_tokens}; it must be at least 1"
             )
-        self._tiers = tiers
+        self.tiers = tiers
         self._keys = PrefixKeys(tiers.block_size)
         self.gpu = open_gpu(tiers)
         self.host = open_host(tiers)
@@ -76,16 +76,16 @@ class Predictor:
         end is a matter of timing; neither changes anything.
         """
         n_blocks = self._blocks_of(prompt, output_tokens, output_ids, stopped=stopped)
-        block_size = self._tiers.block_size
+        block_size = self.tiers.block_size
         # The last generated token never gets a slot: blocks hold prompt + output - 1 tokens.
         known = (*prompt, *(output_ids[:-1] if output_ids is not None else ()))
         keys = self._keys.of(known)
-        hit_blocks = self.gpu.longest_hit(keys[: (len(prompt) - 1) // block_size])
+        hit_blocks = self.gpu.longest_hit(keys[: reusable_blocks(len(prompt), block_size)])
         seen_by_host = HostRequest(
             len(prompt),
             self._chunks(keys, len(prompt)),
             len(hit_blocks) * block_size,
-            self._tiers.max_num_batched_tokens,
+            self.tiers.max_num_batched_tokens,
         )
         if self.host is not None:
             self.host.check(seen_by_host)
@@ -102,8 +102,8 @@ class Predictor:
         """A key per full prompt chunk: that of its last block, which names the same prefix."""
         if self.host is None:
             return ()
-        chunk = self._tiers.chunk_tokens
-        per_chunk = chunk // self._tiers.block_size
+        chunk = self.tiers.chunk_tokens
+        per_chunk = chunk // self.tiers.block_size
         return keys[per_chunk - 1 : n_prompt // chunk * per_chunk : per_chunk]
 
     def _blocks_of(
@@ -123,22 +123,31 @@ class Predictor:
         if output_ids is not None and len(output_ids) != output_tokens:
             raise ValueError(f"{len(output_ids)} output ids for {output_tokens} output tokens")
         n_slots = len(prompt) + output_tokens - 1
-        n_blocks = -(-n_slots // self._tiers.block_size)
+        n_blocks = -(-n_slots // self.tiers.block_size)
         if n_blocks > self.gpu.usable:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens with {output_tokens} output tokens needs "
-                f"{n_blocks} blocks of {self._tiers.block_size}; {self.gpu.usable} of "
-                f"{self._tiers.num_gpu_blocks} GPU blocks are usable"
+                f"{n_blocks} blocks of {self.tiers.block_size}; {self.gpu.usable} of "
+                f"{self.tiers.num_gpu_blocks} GPU blocks are usable"
             )
-        if stopped and self._tiers.async_scheduling:
+        if stopped and self.tiers.async_scheduling:
             # The step after the stop token is already scheduled when the token is seen.
-            n_blocks = -(-(n_slots + 1) // self._tiers.block_size)
+            n_blocks = -(-(n_slots + 1) // self.tiers.block_size)
             if n_blocks > self.gpu.usable:
                 raise NotPredictable(
                     f"the step scheduled beyond the stop token needs a block more than the "
                     f"{self.gpu.usable} usable GPU blocks: the request would be preempted"
                 )
         return n_blocks
+
+
+def reusable_blocks(n_prompt: int, block_size: int) -> int:
+    """The most blocks of a prompt that a GPU hit may cover.
+
+    The last prompt token is always computed, for its logits, so a fully cached prompt of whole
+    blocks loses a block (``KVCacheManager.get_computed_blocks``: max_cache_hit_length).
+    """
+    return (n_prompt - 1) // block_size
 
 
 def predict(requests: Iterable[Request], tiers: TierSpec) -> list[Prediction]:

@@ -44,17 +44,22 @@ OLDEST_ENGINE = (0, 16)
 
 
 class EngineRules(NamedTuple):
-    """Which of two rules a vLLM version follows, where versions differ."""
+    """Which rules a vLLM version follows, where versions differ.
+
+    ``native_recency`` None: the version's own host tier is not modelled.
+    """
 
     hashless_first: bool
-    native_recency: Recency
+    native_recency: Recency | None
 
 
 def engine_rules(engine: str) -> EngineRules:
     """The rules of vLLM ``engine``, a version such as "0.32.0"; a suffix does not matter.
 
-    ``hashless_first`` since 0.24 (PR #42656); native recency at access since 0.33. Raises
-    ValueError for what is no version and NotPredictable for one older than was ever compared.
+    ``hashless_first`` since 0.24 (PR #42656). Native recency: at request finish since 0.31, at
+    access, too, since 0.33; up to 0.30 the scheduler touched whole prefixes before and after each
+    store, which is a third rule. Raises ValueError for what is no version and NotPredictable for
+    one older than was ever compared.
     """
     match = re.match(r"(\d+)\.(\d+)", engine)
     if match is None:
@@ -63,10 +68,10 @@ def engine_rules(engine: str) -> EngineRules:
     if version < OLDEST_ENGINE:
         oldest = ".".join(map(str, OLDEST_ENGINE))
         raise NotPredictable(f"vLLM {engine} was never compared; {oldest} is the oldest that was")
-    return EngineRules(
-        hashless_first=version >= (0, 24),
-        native_recency="access" if version >= (0, 33) else "finish",
-    )
+    recency: Recency | None = None
+    if version >= (0, 31):
+        recency = "access" if version >= (0, 33) else "finish"
+    return EngineRules(hashless_first=version >= (0, 24), native_recency=recency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +138,13 @@ def open_host(spec: TierSpec) -> HostTier | None:
             "the engines refuse such a pair"
         )
     if kind == "lmcache-mp":
+        if spec.block_size == 1:
+            # The load is allotted blocks for all but the last token of a prompt found in full, and
+            # LMCache 0.5.6 refuses to write a whole chunk into one block less.
+            raise NotPredictable(
+                "host 'lmcache-mp' with blocks of 1 token: LMCache cannot load a prompt that it "
+                "holds in full"
+            )
         return HostChunks(
             spec.host_chunks,
             chunk_tokens=spec.chunk_tokens,
@@ -149,4 +161,8 @@ def open_host(spec: TierSpec) -> HostTier | None:
     if kind == "lmcache":
         return InProcessChunks(spec.host_chunks, spec.chunk_tokens)
     recency = spec.native_recency or engine_rules(spec.engine).native_recency
+    if recency is None:
+        raise NotPredictable(
+            f"host 'native' of vLLM {spec.engine} is not modelled; 0.31 is the oldest that is"
+        )
     return NativeChunks(spec.host_chunks, spec.chunk_tokens, recency=recency)

@@ -10,9 +10,15 @@ from typing import Literal
 
 Phase = Literal["warmup", "measure"]
 PassOrder = Literal["fwd", "rev"]
+Questions = Literal["new", "appended", "repeated"]
+"""What a document is asked in each pass: ``new``, a question of the pass's own. ``appended``: one
+more after those of the passes before, as a chat grows; the answers are not part of later prompts,
+since they are the model's. ``repeated``: its first one again, so a whole prompt comes back.
+"""
 
 WARMUP_PASS = "warmup"
 _ORDER_WORD = {"fwd": "replay", "rev": "reverse"}
+_QUESTIONS: tuple[Questions, ...] = ("new", "appended", "repeated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,8 @@ class WorkloadSpec:
 
     ``warmup_documents`` are throw-away documents of the measured shape from a disjoint seed, each
     asked once, forward, before the first pass: they pay compilation and lazy set-up in every arm.
+    ``document_step_tokens``: each document is that much longer than the one before it; the first
+    one, and every warm-up document, has ``document_tokens``.
     """
 
     documents: int
@@ -31,11 +39,26 @@ class WorkloadSpec:
     warmup_documents: int
     seed: int
     vocab: tuple[int, int]
+    document_step_tokens: int = 0
+    questions: Questions = "new"
+
+    def tokens_of(self, document: int) -> int:
+        """Tokens of measured document ``document`` (0 first), without any question."""
+        return self.document_tokens + document * self.document_step_tokens
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt, its questions included."""
+        n_questions = len(self.passes) if self.questions == "appended" else 1
+        return self.tokens_of(self.documents - 1) + n_questions * self.question_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to send; ``(pass_name, doc)`` is unique in a session and is its request key."""
+    """One prompt to send; ``(pass_name, doc)`` is unique in a session and is its request key.
+
+    ``doc_tokens``: tokens before the prompt's last question, so earlier turns count.
+    """
 
     phase: Phase
     pass_name: str
@@ -71,8 +94,8 @@ def pass_name(index: int, order: PassOrder) -> str:
 def build_workload(spec: WorkloadSpec) -> Workload:
     """Build the requests of ``spec``; the same spec gives the same token ids on every machine.
 
-    Every document starts with its own token id, so no two prompts share a first block. Every
-    request ends in its own question, so only the document can be reused between passes.
+    Every document starts with its own token id, so no two share a first block. Only what
+    ``spec.questions`` says comes back in a later pass; questions are distinct otherwise.
     Raises ValueError when the ids cannot be made distinct or a count is out of range.
     """
     _check(spec)
@@ -82,18 +105,20 @@ def build_workload(spec: WorkloadSpec) -> Workload:
     )
     requests: list[Request] = []
     for doc in range(spec.warmup_documents):
-        document = _document(spec, f"warmup/{doc}", first_ids[spec.documents + doc])
+        first_id = first_ids[spec.documents + doc]
+        document = _document(spec, f"warmup/{doc}", first_id, spec.document_tokens)
         requests.append(_request(spec, "warmup", WARMUP_PASS, doc, document))
-    documents = [_document(spec, f"doc/{d}", first_ids[d]) for d in range(spec.documents)]
+    documents = [
+        _document(spec, f"doc/{d}", first_ids[d], spec.tokens_of(d)) for d in range(spec.documents)
+    ]
     for index, order in enumerate(spec.passes):
         walk = range(spec.documents) if order == "fwd" else reversed(range(spec.documents))
         for doc in walk:
-            requests.append(_request(spec, "measure", pass_name(index, order), doc, documents[doc]))
-    if len({request.prompt for request in requests}) < len(requests):
-        raise ValueError(
-            f"question_tokens is {spec.question_tokens}: too few for {len(requests)} requests to "
-            "have a question of their own"
-        )
+            request = _request(spec, "measure", pass_name(index, order), doc, documents[doc])
+            requests.append(request)
+            if spec.questions == "appended":
+                documents[doc] = request.prompt
+    _check_distinct(spec, requests)
     return Workload(spec, tuple(requests))
 
 
@@ -102,10 +127,13 @@ def _check(spec: WorkloadSpec) -> None:
     for field in ("documents", "document_tokens", "question_tokens", "output_tokens"):
         if getattr(spec, field) < 1:
             raise ValueError(f"{field} is {getattr(spec, field)}; it must be at least 1")
-    if spec.warmup_documents < 0:
-        raise ValueError(f"warmup_documents is {spec.warmup_documents}; it must be at least 0")
+    for field in ("warmup_documents", "document_step_tokens"):
+        if getattr(spec, field) < 0:
+            raise ValueError(f"{field} is {getattr(spec, field)}; it must be at least 0")
     if not spec.passes or any(order not in _ORDER_WORD for order in spec.passes):
         raise ValueError(f"passes are {list(spec.passes)}; each must be 'fwd' or 'rev'")
+    if spec.questions not in _QUESTIONS:
+        raise ValueError(f"questions is {spec.questions!r}; known: {', '.join(_QUESTIONS)}")
     needed = spec.documents + spec.warmup_documents
     if not 0 <= low < high or high - low < max(needed, 2):
         raise ValueError(
@@ -114,18 +142,34 @@ def _check(spec: WorkloadSpec) -> None:
         )
 
 
-def _document(spec: WorkloadSpec, name: str, first_id: int) -> tuple[int, ...]:
+def _check_distinct(spec: WorkloadSpec, requests: list[Request]) -> None:
+    distinct = len({request.prompt for request in requests})
+    n_prompts = len(requests)
+    if spec.questions == "repeated":
+        n_prompts = spec.warmup_documents + spec.documents
+    if distinct < n_prompts:
+        raise ValueError(
+            f"question_tokens is {spec.question_tokens}: too few for {len(requests)} requests to "
+            "have a question of their own"
+        )
+
+
+def _document(spec: WorkloadSpec, name: str, first_id: int, n_tokens: int) -> tuple[int, ...]:
     # random.Random seeded by a string hashes it with SHA-512: stable across Python versions and
     # independent of PYTHONHASHSEED; getrandbits-based choices of ints are stable too.
     rng = random.Random(f"{spec.seed}/{name}")
     low, high = spec.vocab
-    return (first_id, *(rng.randrange(low, high) for _ in range(spec.document_tokens - 1)))
+    return (first_id, *(rng.randrange(low, high) for _ in range(n_tokens - 1)))
 
 
 def _request(
-    spec: WorkloadSpec, phase: Phase, name: str, doc: int, document: tuple[int, ...]
+    spec: WorkloadSpec, phase: Phase, name: str, doc: int, asked: tuple[int, ...]
 ) -> Request:
-    rng = random.Random(f"{spec.seed}/question/{name}/{doc}")
+    """``asked``: the document, and under ``appended`` the questions asked of it before."""
+    asked_in = name
+    if phase == "measure" and spec.questions == "repeated":
+        asked_in = pass_name(0, spec.passes[0])
+    rng = random.Random(f"{spec.seed}/question/{asked_in}/{doc}")
     low, high = spec.vocab
     question = tuple(rng.randrange(low, high) for _ in range(spec.question_tokens))
-    return Request(phase, name, doc, spec.document_tokens, document + question, spec.output_tokens)
+    return Request(phase, name, doc, len(asked), asked + question, spec.output_tokens)

@@ -9,8 +9,8 @@ GIB = 2**30
 
 _ITEM = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<scale>[kMG]?)\s*(?P<unit>[A-Za-z]*)")
 _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
-_UNITS = {"": "blocks", "b": "blocks", "block": "blocks", "blocks": "blocks",
-          "t": "tokens", "tok": "tokens", "token": "tokens", "tokens": "tokens",
+_UNITS = {"": "blocks", "block": "blocks", "blocks": "blocks",
+          "tok": "tokens", "token": "tokens", "tokens": "tokens",
           "gib": "GiB"}  # fmt: skip
 FORMS = "100 (blocks), 2M tokens, 40 GiB, or LOW..HIGH:N for N values spaced evenly by ratio"
 

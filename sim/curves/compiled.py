@@ -2,9 +2,9 @@
 
 Version 1, members: ``about`` (UTF-8 JSON: format, version, source, block_tokens, counts, and how
 it was made), the tree (``is_next``: whether an edge continues the one before it, packed bits;
-``parents`` of the others; ``length``; ``last_edge``) and the requests (``time_ms``,
-``session``, ``session_start_ms``, ``input_tokens``, ``output_tokens``). Times are whole
-milliseconds; sequences that grow slowly are stored as differences.
+``parents`` of the others; ``length``; ``last_edge``) and the requests (``time_us``,
+``session``, ``session_start_us``, ``input_tokens``, ``output_tokens``). Times are whole
+microseconds; sequences that grow slowly are stored as differences.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.curves.trace import Ints, Requests, TraceError
+from sim.curves.trace import Requests, TraceError, whole_us
 from sim.curves.tree import PrefixTree
 
 SUFFIX = ".kvtrace.npz"
@@ -23,7 +23,7 @@ FORMAT = "kvcliff compiled trace"
 VERSION = 1
 _MEMBERS = (
     "is_next", "parents", "length", "last_edge",
-    "time_ms", "session", "session_start_ms", "input_tokens", "output_tokens",
+    "time_us", "session", "session_start_us", "input_tokens", "output_tokens",
 )  # fmt: skip
 
 
@@ -50,9 +50,9 @@ def save(tree: PrefixTree, path: Path, *, notes: dict[str, Any] | None = None) -
         "parents": _small(np.diff(tree.parent[~is_next].astype(np.int64), prepend=0)),
         "length": _small(tree.length),
         "last_edge": _small(np.diff(tree.last_edge.astype(np.int64), prepend=0)),
-        "time_ms": _small(np.diff(_milliseconds(requests.time_s), prepend=0)),
+        "time_us": _small(np.diff(whole_us(requests.time_s), prepend=0)),
         "session": _small(np.diff(requests.session, prepend=0)),
-        "session_start_ms": _small(np.diff(_milliseconds(requests.session_start_s), prepend=0)),
+        "session_start_us": _small(np.diff(whole_us(requests.session_start_s), prepend=0)),
         "input_tokens": _small(np.diff(requests.input_tokens, prepend=0)),
         "output_tokens": _small(requests.output_tokens),
     }
@@ -91,7 +91,8 @@ def load(path: Path) -> PrefixTree:
 
 def _members(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # Opened here: numpy leaves a file it opened open when it turns out to be damaged.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             missing = [name for name in names if name not in archive.files]
             if missing:
                 raise TraceError(f"{path}: no compiled trace: it lacks {', '.join(missing)}")
@@ -124,9 +125,9 @@ def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
     parent = np.arange(len(length), dtype=np.int64) - 1
     parent[~is_next] = np.cumsum(wide["parents"])
     requests = Requests(
-        time_s=np.cumsum(wide["time_ms"]) / 1000,
+        time_s=np.cumsum(wide["time_us"]) / 1e6,
         session=np.cumsum(wide["session"]),
-        session_start_s=np.cumsum(wide["session_start_ms"]) / 1000,
+        session_start_s=np.cumsum(wide["session_start_us"]) / 1e6,
         input_tokens=np.cumsum(wide["input_tokens"]),
         output_tokens=wide["output_tokens"],
         block_tokens=int(said["block_tokens"]),
@@ -142,10 +143,6 @@ def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
     if tree.n_accesses != said["accesses"]:
         raise ValueError(f"{tree.n_accesses} accesses, but it says {said['accesses']}")
     return tree
-
-
-def _milliseconds(seconds: NDArray[np.float64]) -> Ints:
-    return np.rint(seconds * 1000).astype(np.int64)
 
 
 def _small(values: NDArray[Any]) -> NDArray[np.signedinteger]:

@@ -31,9 +31,15 @@ class Extracted:
 
 
 class ArrayScanner:
-    """Takes the arrays of one key out of JSON texts; reuses its memory from text to text."""
+    """Takes the arrays of one key out of JSON texts; reuses its memory from text to text.
 
-    def __init__(self, key: str, *, engine: str = "auto") -> None:
+    ``expected_bytes``: of all texts, as far as known; with what it has seen so far that decides
+    whether compiling pays.
+    """
+
+    def __init__(self, key: str, *, engine: str = "auto", expected_bytes: int = 0) -> None:
+        self._expected = expected_bytes
+        self._seen = 0
         self._quoted = np.frombuffer(f'"{key}"'.encode(), dtype=np.uint8)
         self._engine = engine
         self._reserve(0)
@@ -45,12 +51,10 @@ class ArrayScanner:
         self._ids = np.empty(size // 2 + 1, dtype=np.int64)
         self._counts = np.empty(size // (len(self._quoted) + 3) + 1, dtype=np.int64)
 
-    def extract(self, text: bytes, total: int | None = None) -> Extracted | None:
-        """The arrays of ``text``, or None where the plain way must be taken.
-
-        ``total``: bytes of the whole trace, which decide whether compiling pays.
-        """
-        if not use_numba((total or len(text)) // BYTES_A_STEP, self._engine):
+    def extract(self, text: bytes) -> Extracted | None:
+        """The arrays of ``text``, or None where the plain way must be taken."""
+        self._seen += len(text)
+        if not use_numba(max(self._seen, self._expected) // BYTES_A_STEP, self._engine):
             return None
         if len(text) + 64 > len(self._text):
             self._reserve(len(text) * 5 // 4)

@@ -66,10 +66,9 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 @cache
 def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel`` and the helpers of its module that it calls, compiled and cached on disk."""
+    """``kernel`` and the helpers of its package that it calls, compiled and cached on disk."""
     import numba  # type: ignore[import-untyped,unused-ignore]
 
-    cacheable = _set_cache_folder(numba.config)
     names: dict[str, Any] = dict(kernel.__globals__)
     for name in kernel.__code__.co_names:
         helper = names.get(name)
@@ -77,27 +76,31 @@ def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
             names[name] = compile_kernel(helper)
     twin = types.FunctionType(kernel.__code__, names, kernel.__name__)
     twin.__module__, twin.__qualname__ = kernel.__module__, kernel.__qualname__
-    return numba.njit(cache=cacheable, nogil=True)(twin)  # type: ignore[no-any-return,unused-ignore]
+    # numba looks at the folder when it wraps a function; others in this process keep theirs.
+    theirs = numba.config.CACHE_DIR
+    folder = _cache_folder(theirs)
+    try:
+        numba.config.CACHE_DIR = folder or theirs
+        compiled: Callable[..., Any] = numba.njit(cache=folder is not None, nogil=True)(twin)
+        return compiled
+    finally:
+        numba.config.CACHE_DIR = theirs
 
 
-def _set_cache_folder(config: Any) -> bool:
-    """Point numba's cache at the user's cache folder; False where it cannot be written.
+@cache
+def _cache_folder(asked_for: str) -> str | None:
+    """Where compiled kernels are kept (NUMBA_CACHE_DIR or the user's cache); None if nowhere.
 
     The folder is named after the kernels' source: numba itself only notices a change in the file
     of the kernel called, not in its helpers'.
     """
-    if config.CACHE_DIR:
-        return True
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcliff" / "numba"
     source = hashlib.blake2b(digest_size=6)
     for file in sorted((Path(__file__).parent / "kernels").glob("*.py")):
         source.update(file.read_bytes())
-    folder = Path(base) / "kvcliff" / "numba" / source.hexdigest()
+    folder = (Path(asked_for) if asked_for else base) / source.hexdigest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return False
-    if not os.access(folder, os.W_OK):
-        return False
-    config.CACHE_DIR = str(folder)
-    return True
+        return None
+    return str(folder) if os.access(folder, os.W_OK) else None

@@ -12,7 +12,7 @@ import numpy as np
 
 from sim.curves.formats import Format, Row, format_of
 from sim.curves.ingest import ArrayScanner, load_json
-from sim.curves.sources import sources
+from sim.curves.sources import expected_bytes, sources
 from sim.curves.trace import Floats, IdArray, Ints, Requests, Trace, TraceError, offsets_of
 
 PIECE_BYTES = 64 * 2**20
@@ -33,13 +33,37 @@ def read_trace(
     ``block_tokens`` overrides the block size where the format does not carry one. ``progress`` is
     told the bytes read so far and the file's name. Raises TraceError with file, line and field.
     """
-    files: list[tuple[str, bytes]] | Iterator[tuple[str, bytes]]
-    files = list(sources(path)) if path == "-" else sources(path)
+    # Standard input can be read only once, and some traces must be read twice.
+    files = list(sources(path)) if path == "-" else None
+    return parse_trace(
+        lambda: iter(files) if files else sources(path),
+        block_tokens=block_tokens,
+        engine=engine,
+        progress=progress,
+        expected=0 if files else expected_bytes(path),
+    )
+
+
+def parse_trace(
+    files: Callable[[], Iterator[tuple[str, bytes]]],
+    *,
+    block_tokens: int | None = None,
+    engine: str = "auto",
+    progress: Progress | None = None,
+    expected: int = 0,
+) -> Trace:
+    """As ``read_trace``, of the (name, content) pairs that each call of ``files`` gives.
+
+    ``expected``: about how many bytes they are, 0 if unknown.
+    """
     try:
-        return _read(files, block_tokens, engine, progress, named=False)
+        got = _Collected(
+            False, ArrayScanner("hash_ids", engine=engine, expected_bytes=expected), _GrowingIds()
+        )
+        return _read(files(), got, block_tokens, progress)
     except _NamesNeededError:
-        again = files if isinstance(files, list) else sources(path)
-        return _read(again, block_tokens, engine, progress, named=True)
+        got = _Collected(True, ArrayScanner("hash_ids", engine=engine), _GrowingIds())
+        return _read(files(), got, block_tokens, progress)
 
 
 class _NamesNeededError(Exception):
@@ -52,7 +76,7 @@ class _Collected:
 
     named: bool
     scanner: ArrayScanner
-    ids: "_GrowingIds" = field(default_factory=lambda: _GrowingIds())
+    ids: "_GrowingIds"
     counts: list[IdArray] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     format: Format | None = None
@@ -68,14 +92,14 @@ class _GrowingIds:
         self._ids: IdArray = np.empty(1 << 16, dtype=np.int32)
         self._n = 0
 
-    def add(self, ids: Ints, low: int, high: int) -> None:
-        """Append ``ids``, all in [low, high]."""
+    def add(self, ids: Ints, base: int, low: int, high: int) -> None:
+        """Append ``ids`` + ``base``, all in [low, high]."""
         if self._ids.dtype == np.int32 and not (low >= -(2**31) and high < 2**31):
             self._ids = self._ids.astype(np.int64)
         needed = self._n + len(ids)
         if needed > len(self._ids):
             self._ids.resize(max(needed, len(self._ids) * 3 // 2), refcheck=False)
-        self._ids[self._n : needed] = ids
+        np.add(ids, base, out=self._ids[self._n : needed], casting="unsafe")
         self._n = needed
 
     def all(self) -> IdArray:
@@ -84,9 +108,8 @@ class _GrowingIds:
 
 
 def _read(
-    files: Any, block_tokens: int | None, engine: str, progress: Progress | None, *, named: bool
+    files: Any, got: _Collected, block_tokens: int | None, progress: Progress | None
 ) -> Trace:
-    got = _Collected(named, ArrayScanner("hash_ids", engine=engine))
     done = 0
     name = "nothing"
     for name, content in files:
@@ -125,7 +148,7 @@ def _take(got: _Collected, name: str, piece: bytes, line: int, block: int | None
             rows = []  # the plain way says what is wrong, with the right line
         if rows and [row.ids for row in rows] == list(range(len(found.counts))):
             got.rows += rows
-            _add_ids(got, rows, found.ids, found.counts)
+            _add_ids(got, rows, found.ids, found.counts, may_be_negative=False)
             return
     rows = list(_rows(got, name, piece, line, block))
     lists = [_checked_ids(got, row) for row in rows]
@@ -186,7 +209,9 @@ def _checked_ids(got: _Collected, row: Row) -> Ints:
     assert got.format is not None
     if not isinstance(ids, list):
         kind = type(ids).__name__
-        raise TraceError(f"{row.where}: field {got.format.ids_field!r} is a {kind}, not a list")
+        raise TraceError(
+            f"{row.where}: field {got.format.ids_field!r} is of type {kind}; a list is needed"
+        )
     kinds = set(map(type, ids))
     if not kinds <= {int, str}:
         index, block = next((i, b) for i, b in enumerate(ids) if type(b) not in (int, str))
@@ -201,26 +226,31 @@ def _checked_ids(got: _Collected, row: Row) -> Ints:
     return np.array(ids, dtype=np.int64)
 
 
-def _add_ids(got: _Collected, rows: list[Row], flat: Ints, counts: Ints) -> None:
+def _add_ids(
+    got: _Collected, rows: list[Row], flat: Ints, counts: Ints, *, may_be_negative: bool = True
+) -> None:
     """Ids of different scopes must differ: each scope's are moved behind all before it."""
     offsets = offsets_of(counts).tolist()
     first = 0
     while first < len(rows):
-        scope, stop = rows[first].scope, first + 1
-        while stop < len(rows) and rows[stop].scope == scope:
-            stop += 1
+        scope = rows[first].scope
+        stop = next((i for i in range(first, len(rows)) if rows[i].scope != scope), len(rows))
         part = flat[offsets[first] : offsets[stop]]
-        low, high = (int(part.min()), int(part.max())) if len(part) else (0, 0)
-        if scope and not got.named:
-            base = _base(got, scope, low, high)
-            part, low, high = part + base, low + base, high + base
-        got.ids.add(part, low, high)
+        high = int(part.max()) if len(part) else 0
+        low = int(part.min()) if may_be_negative and len(part) else 0
+        base = 0 if got.named else _base(got, scope, low, high)
+        got.ids.add(part, base, low + base, high + base)
         first = stop
     got.counts.append(counts.copy())
 
 
 def _base(got: _Collected, scope: str, low: int, high: int) -> int:
-    """What to add to a scope's ids, which lie in [low, high]."""
+    """What to add to a scope's ids, which lie in [low, high]; nothing where all share one."""
+    if "" in {scope, *got.scopes}:
+        if {scope, *got.scopes} != {""}:
+            raise _NamesNeededError
+        got.scopes[""] = (0, 0)
+        return 0
     base, known = got.scopes.setdefault(scope, (got.next_base, high))
     # A scope that comes back with ids it did not have would run into the next one's.
     if low < 0 or high > known or base + high >= 2**62:

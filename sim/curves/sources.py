@@ -35,6 +35,16 @@ def sources(path: str) -> Iterator[tuple[str, bytes]]:
     yield from _unpacked(path, _read(place))
 
 
+def expected_bytes(path: str) -> int:
+    """Bytes on disk of the files of ``path``; 0 where that is not known before reading."""
+    place = Path(path)
+    try:
+        files = list(place.iterdir()) if place.is_dir() else [place]
+        return sum(file.stat().st_size for file in files if file.name.endswith(ENDINGS))
+    except OSError:
+        return 0
+
+
 def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()

@@ -4,7 +4,9 @@ Exact for vLLM 0.32's GPU pool served serially with prompts of whole blocks (usa
 ``num_gpu_blocks`` − 1, the null block), and for LMCache 0.5.6's MP order without its watermark.
 """
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -42,8 +44,7 @@ class Curve:
         """Smallest capacity with at least ``share`` of the ideal hits; 0 where there are none."""
         if not 0 < share <= 1:
             raise ValueError(f"a target of {share}; it must be a share in (0, 1]")
-        # The hits needed as a whole number, so that 1.0 is exactly the ideal.
-        needed = int(np.ceil(share * self.ideal))
+        needed = math.ceil(as_written(share) * self.ideal)
         return int(np.searchsorted(self.hits, needed))
 
 
@@ -73,11 +74,11 @@ def curve(
     n = len(order)
     first = first_counted(n, warm_up)
     tail = decode_units(tree, unit, blocks) if decode else np.zeros(n, dtype=np.int64)
-    # Twice cumulated, the last capacity that matters is all units ever owned at one time.
+    # No distance exceeds all units there are; memory behind the farthest hit is never touched.
     diff = np.zeros(int((finish - begin).sum() + tail.sum()) + 2, dtype=np.int64)
     work = 12 * n + len(tree.parent)
     n_runs = len(tree.parent) + 1
-    run(
+    farthest = run(
         stack_curve,
         *(read_only(order), read_only(tree.last_edge), read_only(tree.parent)),
         *(read_only(tree.head), read_only(begin), read_only(finish)),
@@ -88,15 +89,21 @@ def curve(
         compiled=use_numba(work, engine),
     )
     # Once cumulated it counts the hits at each stack distance, twice those up to it.
-    hits = np.cumsum(np.cumsum(diff, out=diff), out=diff)
-    return Curve(hits[:-1], int(blocks[order[first:]].sum()), n - first, unit)
+    hits = diff[: farthest + 1]
+    np.cumsum(np.cumsum(hits, out=hits), out=hits)
+    return Curve(hits, int(blocks[order[first:]].sum()), n - first, unit)
 
 
 def first_counted(n_requests: int, warm_up: float) -> int:
     """Requests that only warm the cache, for a share of ``n_requests`` in [0, 1)."""
     if not 0 <= warm_up < 1:
         raise ValueError(f"a warm-up of {warm_up}; it must be a share in [0, 1)")
-    return int(n_requests * warm_up)
+    return math.floor(as_written(warm_up) * n_requests)
+
+
+def as_written(share: float) -> Fraction:
+    """The decimal a person wrote: 0.07 of 100 is 7, where binary 0.07 × 100 rounds up to 8."""
+    return Fraction(repr(float(share)))
 
 
 def in_units(tree: PrefixTree, unit_tokens: int) -> tuple[Ints, Ints]:

@@ -44,8 +44,12 @@ class Requests:
         return self.session_start_s[self.session] * time_scale + self.time_s
 
     def order(self, time_scale: float = 1.0) -> Ints:
-        """Request numbers by arrival; requests of the same instant keep the trace's order."""
-        return np.argsort(self.arrivals_s(time_scale), kind="stable")
+        """Request numbers by arrival; requests of the same microsecond keep the trace's order.
+
+        In whole microseconds, which is what a compiled trace keeps: its order is the same.
+        """
+        starts = whole_us(self.session_start_s * time_scale)
+        return np.argsort(starts[self.session] + whole_us(self.time_s), kind="stable")
 
     def started_over(self, spread_s: float, seed: int) -> "Requests":
         """The same sessions, each starting at a random moment of ``[0, spread_s)``.
@@ -90,6 +94,11 @@ class Trace:
         keep = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
         kept = self.ids[keep < np.repeat(counts, np.diff(self.offsets))]
         return Trace(self.requests, kept, offsets_of(counts))
+
+
+def whole_us(seconds: Floats) -> Ints:
+    """``seconds`` in whole microseconds."""
+    return np.rint(seconds * 1e6).astype(np.int64)
 
 
 def offsets_of(counts: Ints) -> Ints:

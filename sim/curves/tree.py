@@ -92,7 +92,7 @@ def _depths(parent: Edges, length: Ints, is_head: NDArray[np.bool_]) -> Ints:
     running = np.cumsum(length)
     end = running.copy()
     heads = np.flatnonzero(is_head)
-    stops = np.append(heads[1:], len(parent))
+    stops = np.append(heads, len(parent))[1:]
     for head, stop in zip(heads.tolist(), stops.tolist(), strict=True):
         above = int(end[parent[head]]) if parent[head] >= 0 else 0
         end[head:stop] += above - (int(running[head]) - int(length[head]))

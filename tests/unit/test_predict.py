@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.predict import Prediction, Predictor, TierSpec, predict
+from sim.predict import NotPredictable, Prediction, Predictor, TierSpec, predict
 from sim.workload import WorkloadSpec, build_workload
 
 # Blocks of 4 tokens, chunks of 8; room for everything unless a test says otherwise.
@@ -257,11 +257,149 @@ def test_a_host_tier_of_zero_chunks_predicts_what_no_host_tier_does():
 # --- refusals
 
 
-def test_a_prompt_of_more_than_one_prefill_step_is_refused_with_both_numbers():
-    server = Predictor(replace(TIERS, max_num_batched_tokens=16))
+def test_several_prefill_steps_beside_a_host_that_may_evict_are_refused_with_the_numbers():
+    # 3 chunks of 4 make 0.75; a fourth would reach the watermark of 0.8 between two steps.
+    server = Predictor(replace(TIERS, max_num_batched_tokens=16, host_chunks=4))
     server.request(doc(1, 16), 4)
-    with pytest.raises(ValueError, match="17 tokens and max_num_batched_tokens is 16"):
-        server.request(doc(1, 17), 4)
+    with pytest.raises(
+        NotPredictable, match=r"17 tokens is computed in 2 steps of at most 16.*4 of"
+    ):
+        server.request(doc(2, 17), 4)
+
+
+def test_several_prefill_steps_beside_a_host_that_cannot_evict_are_predicted():
+    server = Predictor(replace(TIERS, max_num_batched_tokens=16))
+    assert sources(server.request(doc(1, 17), 4)) == (17, 0, 0)
+    assert chunks(server.request(doc(1, 40), 4)) == (2, 0, 3)
+
+
+def test_several_prefill_steps_into_a_full_store_without_eviction_are_refused():
+    # One STORE a step, each all or nothing: which of them fits depends on their order.
+    server = Predictor(
+        replace(TIERS, max_num_batched_tokens=8, host_chunks=2, policy="noop", watermark=1.0)
+    )
+    with pytest.raises(NotPredictable, match="3 of 2 chunks"):
+        server.request(doc(1, 24), 1)
+
+
+def test_several_prefill_steps_change_nothing_on_the_gpu():
+    one, many = Predictor(GPU_ONLY), Predictor(replace(GPU_ONLY, max_num_batched_tokens=3))
+    for name in (1, 2, 1, 3):
+        assert one.request(doc(name, 30), 5) == many.request(doc(name, 30), 5)
+        assert one.gpu.free_order() == many.gpu.free_order()
+
+
+def test_an_early_stop_costs_one_more_step_under_async_scheduling_only():
+    # 4 + 1 - 1 = 4 slots are one block; the step beyond the stop token begins a second one.
+    fits = replace(GPU_ONLY, num_gpu_blocks=4, async_scheduling=True)
+    server = Predictor(fits)
+    server.request(doc(1, 4), 1, output_ids=[9], stopped=True)
+    assert server.gpu.free_order() == (2, 3, 1)  # block 2 was taken, and has no key
+    server = Predictor(replace(fits, async_scheduling=False))
+    server.request(doc(1, 4), 1, output_ids=[9], stopped=True)
+    assert server.gpu.free_order() == (2, 3, 1)  # block 2 was not taken
+    server = Predictor(replace(fits, num_gpu_blocks=2))
+    with pytest.raises(NotPredictable, match="preempted"):
+        server.request(doc(1, 4), 1, stopped=True)
+    Predictor(replace(fits, num_gpu_blocks=2, async_scheduling=False)).request(
+        doc(1, 4), 1, stopped=True
+    )
+
+
+def test_what_a_request_generated_is_hit_by_its_next_turn():
+    server = Predictor(GPU_ONLY)
+    first = doc(1, 6)
+    server.request(first, 3, output_ids=[71, 72, 73])  # 8 slots: 2 full blocks
+    second = [*first, 71, 72, 73, 5]
+    assert sources(server.request(second, 2, output_ids=[81, 82])) == (2, 8, 0)
+    assert sources(server.request([*second, 81, 82, 6, 6], 1)) == (6, 8, 0)
+
+
+# --- the other host tiers
+
+
+def test_lmcache_in_process_loads_like_the_server_and_never_waits_for_a_tick():
+    server = Predictor(replace(TIERS, host="lmcache", num_gpu_blocks=6, host_chunks=2))
+    assert chunks(server.request(doc(1, 17), 1)) == (0, 0, 2)
+    evict_gpu(server)  # 20 tokens of another prompt: 2 chunks, which evict both
+    prediction = server.request(doc(1, 17), 1)
+    assert sources(prediction) == (17, 0, 0)
+    assert chunks(prediction) == (0, 0, 2)
+    assert server.evicted_chunks == 4
+
+
+def test_lmcache_in_process_takes_a_prompt_in_several_steps():
+    server = Predictor(replace(TIERS, host="lmcache", max_num_batched_tokens=10))
+    assert chunks(server.request(doc(1, 30), 1)) == (0, 0, 3)
+    evict_gpu(server)
+    assert sources(server.request(doc(1, 30), 1)) == (6, 0, 24)
+
+
+def test_a_full_native_hit_reports_no_computed_token():
+    server = Predictor(replace(TIERS, host="native"))
+    server.request(doc(1, 16), 1)
+    evict_gpu(server)
+    prediction = server.request(doc(1, 16), 1)
+    assert sources(prediction) == (0, 0, 16)
+    assert chunks(prediction) == (2, 2, 0)
+    assert prediction.moved_tokens == 16
+
+
+def test_lmcache_moves_whole_chunks_and_native_only_what_the_gpu_lacks():
+    def third(host: str) -> Prediction:
+        server = Predictor(replace(TIERS, num_gpu_blocks=6, host=host))
+        server.request(doc(1, 17), 1)
+        server.request(doc(2, 13), 1)  # leaves document 1 its first block
+        return server.request(doc(1, 17), 1)
+
+    assert [sources(third(host)) for host in ("lmcache-mp", "native")] == [(1, 4, 12)] * 2
+    assert [third(host).moved_tokens for host in ("lmcache-mp", "lmcache", "native")] == [
+        16,
+        16,
+        12,
+    ]
+
+
+def test_a_prompt_larger_than_the_native_tier_is_refused_and_changes_nothing():
+    server = Predictor(replace(TIERS, host="native", host_chunks=1))
+    server.request(doc(1, 9), 1)
+    before = server.gpu.free_order(), server.host.recency()
+    with pytest.raises(NotPredictable, match="2 full chunks and the native host tier holds 1"):
+        server.request(doc(2, 16), 1)
+    assert (server.gpu.free_order(), server.host.recency()) == before
+
+
+@pytest.mark.parametrize(
+    ("host", "policy"), [("native", "ARC"), ("lmcache", "FIFO"), ("lmcache-mp", "ARC")]
+)
+def test_an_eviction_policy_that_is_not_modelled_is_refused(host, policy):
+    with pytest.raises(NotPredictable, match=f"'{policy}' is not modelled"):
+        Predictor(replace(TIERS, host=host, policy=policy))
+
+
+def test_the_native_tier_of_an_engine_with_an_older_rule_is_refused():
+    with pytest.raises(NotPredictable, match=r"vLLM 0\.30\.0 is not modelled; 0\.31 is"):
+        Predictor(replace(TIERS, host="native", engine="0.30.0"))
+
+
+def test_blocks_of_one_token_beside_lmcaches_server_are_refused():
+    # A prompt of 8 found in full is allotted 7 blocks, and a chunk of 8 does not fit into them.
+    with pytest.raises(NotPredictable, match="cannot load a prompt that it holds in full"):
+        Predictor(replace(TIERS, block_size=1))
+    Predictor(replace(TIERS, block_size=1, host="lmcache"))
+
+
+def test_a_host_that_contradicts_its_size_or_is_unknown_is_refused():
+    with pytest.raises(ValueError, match="host 'none' with host_chunks 100"):
+        Predictor(replace(TIERS, host="none"))
+    with pytest.raises(ValueError, match="host 'native' with host_chunks None"):
+        Predictor(replace(TIERS, host="native", host_chunks=None))
+    with pytest.raises(ValueError, match="known: none, lmcache-mp, lmcache, native"):
+        Predictor(replace(TIERS, host="disk"))
+
+
+def test_a_host_size_alone_still_means_lmcaches_server():
+    assert (TIERS.host_kind, GPU_ONLY.host_kind) == ("lmcache-mp", "none")
 
 
 def test_a_refused_request_changes_nothing():

@@ -149,14 +149,14 @@ def test_a_control_that_does_not_hold_the_working_set_is_warned_of(look):
 
 
 def test_a_plan_too_large_to_search_says_so_and_is_predicted_all_the_same(look):
-    # 501 requests of 522 blocks of 1 token: 261,522 blocks at 40 sizes.
+    # 1,001 requests of 521 tokens with a slot are 261 blocks of 2 each: 261,261 blocks a session.
     content = look(
-        documents="documents = 100",
+        documents="documents = 200",
         passes='passes = ["fwd", "rev", "rev", "rev", "rev"]',
-        block_size="block_size = 1",
-        num_gpu_blocks="num_gpu_blocks = 545",
+        block_size="block_size = 2",
+        num_gpu_blocks="num_gpu_blocks = 300",
     )
     assert content["cliff"]["gpu"] is None
     assert content["cliff"]["host"] is None
-    assert "261,522 blocks" in content["cliff"]["why_not"]
-    assert content["predicted"]["baseline"]["pass1-cold"]["computed"] == 52_000
+    assert "261,261 blocks" in content["cliff"]["why_not"]
+    assert content["predicted"]["baseline"]["pass1-cold"]["computed"] == 104_000

@@ -1,3 +1,4 @@
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -43,6 +44,13 @@ def test_a_failed_request_is_counted_and_in_no_median() -> None:
     # A5, A70
     cell = replay_pass(rows_of("01-baseline", [10.0, None, 30.0]))["arms"]["baseline"]
     assert (cell["n"], cell["failed"], cell["p50_ms"]) == (2, 1, 20.0)
+
+
+def test_a_stream_cut_short_after_its_first_token_is_in_no_median() -> None:
+    # A7: it has a TTFT, and is still no success.
+    cut = make_row(**{"pass": "pass2-replay"}, doc=1, ttft_ms=1.0, complete=False, error="cut")
+    cell = replay_pass([*rows_of("01-baseline", [10.0]), cut])["arms"]["baseline"]
+    assert (cell["n"], cell["failed"], cell["p50_ms"]) == (1, 1, 10.0)
 
 
 def test_an_arm_whose_requests_all_failed_has_no_number() -> None:
@@ -134,3 +142,122 @@ def test_a_request_is_classed_by_where_its_document_came_from(
 def test_a_request_with_unknown_sources_has_no_class() -> None:
     row = make_row(computed=None, gpu_hit=None, host_loaded=None, unattributed="no scrape")
     assert source_class(row, block_size=32) is None
+
+
+def test_session_medians_are_the_unit_and_keep_their_spread() -> None:
+    # Session medians 10 and 30; the median of all rows pooled would be 10.
+    rows = [*rows_of("01-baseline", [10.0, 10.0, 10.0]), *rows_of("02-baseline", [30.0])]
+    spread = replay_pass(rows)["arms"]["baseline"]["session_medians"]
+    assert spread == {
+        "n": 2, "median_ms": 20.0, "low_ms": 10.0, "high_ms": 30.0, "spread_ratio": 3.0
+    }  # fmt: skip
+
+
+def test_a_90th_percentile_needs_20_rows_and_interpolates_linearly() -> None:
+    # A67: of 1 … 21, type 7 puts p90 at rank 1 + 0.9 × 20 = 19.
+    few = replay_pass(rows_of("01-baseline", [float(i) for i in range(1, 20)]))
+    many = replay_pass(rows_of("01-baseline", [float(i) for i in range(1, 22)]))
+    assert few["arms"]["baseline"]["p90_ms"] is None
+    assert many["arms"]["baseline"]["p90_ms"] == 19.0
+
+
+def test_the_order_effect_compares_the_first_and_last_session_of_an_arm_by_document() -> None:
+    rows = [
+        *rows_of("01-baseline", [100.0, 10.0]),
+        *rows_of("02-lmcache", [50.0]),
+        *rows_of("03-baseline", [777.0, 777.0]),
+        *rows_of("04-baseline", [150.0, 11.0]),  # ratios 1.5 and 1.1
+    ]
+    effect = replay_pass(rows)["order_effect"]
+    assert effect == {
+        "baseline": {
+            "sessions": ["01-baseline", "04-baseline"],
+            "n": 2,
+            "last_over_first": pytest.approx(1.3),
+        }
+    }
+
+
+def test_differences_are_paired_like_the_ratios() -> None:
+    rows = [*rows_of("01-baseline", [100.0, 300.0]), *rows_of("02-lmcache", [40.0, 100.0])]
+    pair = replay_pass(rows)["paired_ratio"]
+    assert pair["difference_ms"]["median"] == 130.0  # of 60 and 200
+    assert [(d["doc"], d["ratio"], d["difference_ms"]) for d in pair["documents"]] == [
+        (0, 2.5, 60.0),
+        (1, 3.0, 200.0),
+    ]
+
+
+def test_a_time_of_zero_has_no_ratio() -> None:
+    # A69: never infinite, never silently 1.
+    rows = [*rows_of("01-baseline", [100.0, 5.0]), *rows_of("02-lmcache", [50.0, 0.0])]
+    assert replay_pass(rows)["paired_ratio"]["n_documents"] == 1
+
+
+def test_an_outlier_is_flagged_and_still_counts() -> None:
+    # Median 10, MAD 0, so the limit is 10 × 1.4826 × 0.5 % of 10 = 0.7413.
+    rows = rows_of("01-baseline", [10.0, 10.0, 10.0, 10.0, 10.7, 20.0])
+    summary = summarize(rows, run="r", plan_id="p", block_size=32)
+    found = summary["outliers"]
+    assert (found["n"], found["n_judged"], found["n_flagged"]) == (6, 6, 1)
+    assert (found["rows"][0]["doc"], found["rows"][0]["ttft_ms"]) == (5, 20.0)
+    assert summary["passes"]["pass2-replay"]["arms"]["baseline"]["n"] == 6
+
+
+def test_four_rows_alike_are_too_few_to_judge_an_outlier() -> None:
+    summary = summarize(
+        rows_of("01-baseline", [1.0, 1.0, 1.0, 99.0]), run="r", plan_id="p", block_size=32
+    )
+    assert (summary["outliers"]["n_judged"], summary["outliers"]["n_flagged"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("first", "is_slow"), [(30.0, True), (10.5, False)])
+def test_a_slow_first_request_is_told_from_its_like(first: float, is_slow: bool) -> None:
+    rows = [
+        row.model_copy(update={"seq": row.doc + 3})
+        for row in rows_of("01-baseline", [first, 10.0, 10.0, 10.0, 10.0, 10.0])
+    ]
+    summary = summarize(rows, run="r", plan_id="p", block_size=32)
+    found = summary["sessions"][0]["first_request"]
+    assert found == {
+        "ttft_ms": first, "others_p50_ms": 10.0, "n_others": 5, "is_slow": is_slow
+    }  # fmt: skip
+
+
+def test_sources_are_told_apart_by_pass_and_arm() -> None:
+    def one(session: str, pass_name: str, ttft_ms: float, **tokens: int) -> Row:
+        config = session.split("-")[1]
+        return make_row(
+            **{"session": session, "config": config, "pass": pass_name, "ttft_ms": ttft_ms},
+            **tokens,
+        )
+
+    rows = [
+        one("01-baseline", "pass1-cold", 100.0),
+        one("01-baseline", "pass2-replay", 90.0),
+        one("02-lmcache", "pass2-replay", 9.0, computed=8, host_loaded=512),
+    ]
+    sources = summarize(rows, run="r", plan_id="p", block_size=32)["sources"]
+    assert list(sources) == ["recomputed", "host"]
+    assert (sources["recomputed"]["n"], sources["recomputed"]["p50_ms"]) == (2, 95.0)
+    assert sources["recomputed"]["by_pass"]["pass2-replay"]["baseline"]["p50_ms"] == 90.0
+    assert sources["host"]["by_pass"] == {
+        "pass2-replay": {
+            "lmcache": {"n": 1, "p50_ms": 9.0, "p90_ms": None, "min_ms": 9.0, "max_ms": 9.0}
+        }
+    }
+
+
+def test_rows_are_walked_once_and_not_kept() -> None:
+    # A Row takes about 3 kB; the arrays take 25 bytes a row, and sorting a cell 40 more.
+    n = 20_000
+    template = make_row()
+    tracemalloc.start()
+    try:
+        rows = (template.model_copy(update={"doc": doc, "seq": doc + 1}) for doc in range(n))
+        summary = summarize(rows, run="r", plan_id="p", block_size=32)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert summary["passes"]["pass1-cold"]["arms"]["baseline"]["n"] == n
+    assert peak_bytes < 300 * n

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.tiers import GpuPool, HostChunks, PrefixKeys, align_up
+from sim.tiers import GpuPool, HostChunks, NotPredictable, PrefixKeys, align_up, engine_rules
 
 
 def _serve(pool: GpuPool, keys: list[int], *, n_blocks: int) -> list[int]:
@@ -11,6 +11,35 @@ def _serve(pool: GpuPool, keys: list[int], *, n_blocks: int) -> list[int]:
     pool.name(blocks, keys)
     pool.free(blocks)
     return blocks
+
+
+# --- rules by version
+
+
+@pytest.mark.parametrize(
+    ("engine", "hashless_first", "native_recency"),
+    [
+        ("0.16.0", False, None),
+        ("0.23.0+cpu", False, None),
+        ("0.24.0", True, None),
+        ("0.30.0", True, None),
+        ("0.31.0", True, "finish"),
+        ("0.32.0", True, "finish"),
+        ("0.33.0rc1", True, "access"),
+        ("1.0", True, "access"),
+    ],
+)
+def test_a_version_decides_the_free_rule_and_the_native_recency(
+    engine, hashless_first, native_recency
+):
+    assert engine_rules(engine) == (hashless_first, native_recency)
+
+
+def test_an_engine_older_than_any_compared_is_refused_and_a_word_is_no_version():
+    with pytest.raises(NotPredictable, match=r"0\.15\.1 was never compared; 0\.16 is the oldest"):
+        engine_rules("0.15.1")
+    with pytest.raises(ValueError, match="'newest' is no vLLM version"):
+        engine_rules("newest")
 
 
 # --- prefix keys

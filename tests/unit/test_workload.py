@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from harness.errors import InputError
 from sim.workload import Workload, WorkloadSpec, build_workload
+from tests.factory import make_plan
 
 SPEC = WorkloadSpec(
     documents=5,
@@ -101,6 +103,73 @@ def test_as_many_first_tokens_as_documents_are_enough():
     assert firsts == set(range(10, 17))
 
 
+def _prompts_of(spec: WorkloadSpec, doc: int) -> list[tuple[int, ...]]:
+    """The measured prompts of one document, in the order they are sent."""
+    return [r.prompt for r in build_workload(spec).measured if r.doc == doc]
+
+
+def test_an_appended_question_continues_the_whole_prompt_before_it():
+    chat = replace(SPEC, questions="appended")
+    first, second, third = _prompts_of(chat, doc=3)
+    assert [len(first), len(second), len(third)] == [48, 56, 64]  # 40 + 8, and 8 more each pass
+    assert (second[:48], third[:56]) == (first, second)
+    assert first == _prompts_of(SPEC, doc=3)[0]
+
+
+def test_earlier_turns_count_to_the_document():
+    requests = build_workload(replace(SPEC, questions="appended")).requests
+    assert [r.doc_tokens for r in requests if r.doc == 1] == [40, 40, 48, 56]  # warm-up first
+
+
+def test_a_repeated_question_brings_the_whole_prompt_back():
+    spec = replace(SPEC, questions="repeated")
+    first, second, third = _prompts_of(spec, doc=2)
+    assert first == second == third == _prompts_of(SPEC, doc=2)[0]
+    assert len({r.prompt for r in build_workload(spec).requests}) == 7  # 5 documents, 2 warm-up
+
+
+def test_each_document_is_a_step_longer_than_the_one_before():
+    requests = build_workload(replace(SPEC, document_step_tokens=7)).requests
+    assert [r.doc_tokens for r in requests[:7]] == [40, 40, 40, 47, 54, 61, 68]
+    assert all(len(r.prompt) == r.doc_tokens + 8 for r in requests)
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens"),
+    [
+        ({}, 48),
+        ({"document_step_tokens": 7}, 76),  # 40 + 4 * 7 + 8
+        ({"questions": "repeated"}, 48),
+        ({"questions": "appended"}, 64),  # 40 + 3 * 8
+        ({"questions": "appended", "document_step_tokens": 7}, 92),  # 40 + 28 + 24
+    ],
+)
+def test_the_longest_prompt_is_known_without_building_it(change, tokens):
+    spec = replace(SPEC, **change)
+    assert spec.longest_prompt_tokens == tokens
+    assert max(len(r.prompt) for r in build_workload(spec).requests) == tokens
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [  # documents of 512, two of them, questions of 8, two passes, outputs of 2
+        ("document_step_tokens = 30", "max_model_len is 544, but prompt and output are 552"),
+        ("document_step_tokens = -1", "document_step_tokens: .*greater than or equal to 0"),
+        ('questions = "old"', "questions: .*'new', 'appended' or 'repeated', got 'old'"),
+    ],
+)
+def test_a_plan_is_held_to_its_longest_prompt_and_known_questions(line, message):
+    with pytest.raises(InputError, match=message):
+        make_plan(seed=f"seed = 1\n{line}")
+
+
+def test_a_plan_without_the_newer_fields_asks_what_it_asked_before():
+    assert make_plan().workload.spec() == WorkloadSpec(
+        documents=2, document_tokens=512, question_tokens=8, output_tokens=2,
+        passes=("fwd", "fwd"), warmup_documents=1, seed=1, vocab=(64, 448),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -110,6 +179,8 @@ def test_as_many_first_tokens_as_documents_are_enough():
         ({"output_tokens": 0}, "output_tokens is 0"),
         ({"documents": -3}, "documents is -3"),
         ({"warmup_documents": -1}, "warmup_documents is -1"),
+        ({"document_step_tokens": -1}, "document_step_tokens is -1"),
+        ({"questions": "old"}, "questions is 'old'; known: new, appended, repeated"),
         ({"passes": ()}, r"passes are \[\]"),
         ({"passes": ("fwd", "sideways")}, "sideways"),
         ({"vocab": (10, 16)}, "7 documents each need a first token"),

@@ -46,8 +46,8 @@ def split(
 
 
 def put(
-    slot: int, node: int, block: int, edge: int, key_node: Numbers, key_block: Numbers, key_edge:
-    Numbers,
+    slot: int, node: int, block: int, edge: int, key_node: Numbers, key_block: Numbers,
+    key_edge: Numbers,
 ) -> None:  # fmt: skip
     """Write one entry of the hash table."""
     key_node[slot] = node
@@ -56,9 +56,9 @@ def put(
 
 
 def insert(
-    r: int, ids: Numbers, offsets: Numbers, n_edges: int, parent: Numbers, start: Numbers, end:
-    Numbers, last: Numbers, last_edge: Numbers, key_node: Numbers, key_block: Numbers, key_edge:
-    Numbers,
+    r: int, ids: Numbers, offsets: Numbers, n_edges: int, parent: Numbers, start: Numbers,
+    end: Numbers, last: Numbers, last_edge: Numbers, key_node: Numbers, key_block: Numbers,
+    key_edge: Numbers,
 ) -> int:  # fmt: skip
     """Add request ``r`` to the prefix tree; returns the number of edges then.
 

@@ -5,8 +5,8 @@ from sim.curves.kernels.fenwick import add, prefix
 
 
 def distance_above(
-    k: int, n: int, begin: Numbers, finish: Numbers, owner: Numbers, holders: Numbers, path:
-    Numbers,
+    k: int, n: int, begin: Numbers, finish: Numbers, owner: Numbers, holders: Numbers,
+    path: Numbers,
 ) -> int:  # fmt: skip
     """Units that stand between a free edge ``path[k]`` and the newest unit of its owner."""
     above = 0
@@ -38,8 +38,8 @@ def look_up(
 
 
 def hold(
-    n: int, begin: Numbers, finish: Numbers, owner: Numbers, holders: Numbers, sums: Numbers, path:
-    Numbers, moved: Numbers,
+    n: int, begin: Numbers, finish: Numbers, owner: Numbers, holders: Numbers, sums: Numbers,
+    path: Numbers, moved: Numbers,
 ) -> None:  # fmt: skip
     """Hold a path. ``moved``[0] gains the units newly held, [1] loses those that were free."""
     for k in range(n):
@@ -54,8 +54,8 @@ def hold(
 
 
 def let_go(
-    now: int, edge: int, parent: Numbers, begin: Numbers, finish: Numbers, owner: Numbers, holders:
-    Numbers,
+    now: int, edge: int, parent: Numbers, begin: Numbers, finish: Numbers, owner: Numbers,
+    holders: Numbers,
 ) -> int:  # fmt: skip
     """End a request's hold on its path; returns the units nobody holds any more."""
     released = 0
@@ -69,9 +69,9 @@ def let_go(
 
 
 def concurrent_curve(
-    events: Numbers, last_edge: Numbers, parent: Numbers, begin: Numbers, finish: Numbers, cap:
-    Numbers, tail: Numbers, owner: Numbers, holders: Numbers, sums: Numbers, path: Numbers, moved:
-    Numbers, diff: Numbers,
+    events: Numbers, last_edge: Numbers, parent: Numbers, begin: Numbers, finish: Numbers,
+    cap: Numbers, tail: Numbers, owner: Numbers, holders: Numbers, sums: Numbers, path: Numbers,
+    moved: Numbers, diff: Numbers,
 ) -> int:  # fmt: skip
     """As ``stack_curve``, for requests that overlap; returns the most units held at once.
 

@@ -1,6 +1,13 @@
 """Arrays of whole numbers taken out of JSON bytes. Only ever run compiled."""
 
+import numpy as np
+
 from sim.curves.kernels import Numbers
+
+_NINE = np.uint8(9)
+_CLOSE, _COMMA, _BLANK = np.uint8(93), np.uint8(44), np.uint8(32)
+_COMMA_AS_DIGIT = np.uint8(44 + 256 - 48)
+_MOST_DIGITS = np.uint64(18)
 
 
 def skip_blanks(text: Numbers, i: int) -> int:
@@ -16,30 +23,33 @@ def parse_ints(text: Numbers, i: int, ids: Numbers, n: int) -> tuple[int, int]:
     Writes its numbers to ``ids`` from ``n`` on; returns the index behind its bracket and the new
     ``n``, or −1 and ``n`` for anything but up to 18 decimal digits each. ``text`` ends in zeros.
     """
-    i = skip_blanks(text, i)
-    if text[i] == 93:  # ]
-        return i + 1, n
+    # Unsigned throughout: signed indices may count from the end, which costs a third of the speed.
+    one, ten, zero = np.uint64(1), np.uint64(10), np.uint8(48)
+    at = np.uint64(skip_blanks(text, i))
+    if text[at] == _CLOSE:
+        return int(np.int64(at)) + 1, n
     while True:
-        digits = i
-        value = 0
-        digit = int(text[i]) - 48
-        while 0 <= digit <= 9:
-            value = value * 10 + digit
-            i += 1
-            digit = int(text[i]) - 48
-        if i == digits or i - digits > 18 or (text[digits] == 48 and i - digits > 1):
+        first = at
+        value = np.uint64(0)
+        digit = np.uint8(text[at] - zero)
+        while digit <= _NINE:
+            value = value * ten + np.uint64(digit)
+            at += one
+            digit = np.uint8(text[at] - zero)
+        length = at - first
+        if length < one or length > _MOST_DIGITS or (length > one and text[first] == zero):
             return -1, n
         ids[n] = value
         n += 1
-        if digit != -4:  # not yet a comma
-            i = skip_blanks(text, i)
-            if text[i] == 93:
-                return i + 1, n
-            if text[i] != 44:
+        if digit != _COMMA_AS_DIGIT:
+            at = np.uint64(skip_blanks(text, int(np.int64(at))))
+            if text[at] == _CLOSE:
+                return int(np.int64(at)) + 1, n
+            if text[at] != _COMMA:
                 return -1, n
-        i += 1
-        if text[i] <= 32:
-            i = skip_blanks(text, i)
+        at += one
+        if text[at] <= _BLANK:
+            at = np.uint64(skip_blanks(text, int(np.int64(at))))
 
 
 def opens_array(text: Numbers, i: int, key: Numbers) -> int:
@@ -67,8 +77,8 @@ def write_number(text: Numbers, at: int, number: int) -> int:
 
 
 def extract_arrays(
-    text: Numbers, length: int, key: Numbers, rest: Numbers, ids: Numbers, counts: Numbers, sizes:
-    Numbers,
+    text: Numbers, length: int, key: Numbers, rest: Numbers, ids: Numbers, counts: Numbers,
+    sizes: Numbers,
 ) -> bool:  # fmt: skip
     """Take the arrays under ``key`` out of JSON ``text``; False where one is no array of ints.
 

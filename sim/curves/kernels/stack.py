@@ -6,17 +6,19 @@ from sim.curves.kernels.runs import gather_runs
 
 
 def stack_curve(
-    order: Numbers, last_edge: Numbers, parent: Numbers, head: Numbers, begin: Numbers, finish:
-    Numbers, cap: Numbers, tail: Numbers, first_counted: int, forward: int, owner: Numbers, sums:
-    Numbers, run_owner: Numbers, run_top: Numbers, run_bottom: Numbers, diff: Numbers,
-) -> None:  # fmt: skip
+    order: Numbers, last_edge: Numbers, parent: Numbers, head: Numbers, begin: Numbers,
+    finish: Numbers, cap: Numbers, tail: Numbers, first_counted: int, forward: int, owner: Numbers,
+    sums: Numbers, run_owner: Numbers, run_top: Numbers, run_bottom: Numbers, diff: Numbers,
+) -> int:  # fmt: skip
     """Second-difference form of hits by capacity: cumulate ``diff`` twice for hits(C).
 
     ``begin``/``finish``: depth of each edge's ends, in units. ``cap[r]``: units of request r that
     can be hit at all. ``tail[r]``: units it owns below its path and nobody asks for again (decode).
     ``forward``: 1 for LMCache's own simulator, which touches a path's first unit first; there a
     whole run is hit from one capacity on. Requests before ``first_counted`` only warm the cache.
+    Returns the largest stack distance of a hit: no capacity beyond it changes anything.
     """
+    farthest = 0
     total = 0
     for now in range(len(order)):
         r = order[now]
@@ -39,9 +41,11 @@ def stack_curve(
                         at = total - prefix(sums, q)
                         diff[at] += hit
                         diff[at + 1] -= hit
+                        farthest = max(farthest, at)
                     else:
                         diff[newer + 1] += 1
                         diff[newer + hit + 1] -= 1
+                        farthest = max(farthest, newer + hit)
             for k in range(n):
                 q = run_owner[k]
                 if q >= 0:
@@ -50,3 +54,4 @@ def stack_curve(
                     total -= gone
         add(sums, now + 1, weight)
         total += weight
+    return farthest

@@ -55,8 +55,8 @@ def spread(
 
 
 def shifts(
-    n: int, begin: Numbers, finish: Numbers, run_owner: Numbers, run_top: Numbers, run_bottom:
-    Numbers, sums: Numbers, total: int, shift: Numbers, stop: Numbers,
+    n: int, begin: Numbers, finish: Numbers, run_owner: Numbers, run_top: Numbers,
+    run_bottom: Numbers, sums: Numbers, total: int, shift: Numbers, stop: Numbers,
 ) -> int:  # fmt: skip
     """For one tier: each run's distance minus unit index, and the unit its run stops at.
 
@@ -109,10 +109,10 @@ def overlay(
 def stack_surface(
     order: Numbers, last_edge: Numbers, parent: Numbers, head: Numbers, length: Numbers,
     first_counted: int, gpu_begin: Numbers, gpu_finish: Numbers, gpu_tokens: int, gpu_cap: Numbers,
-    gpu_edges: Numbers, host_begin: Numbers, host_finish: Numbers, host_tokens: int, host_cap:
-    Numbers, host_edges: Numbers, owner: Numbers, gpu_sums: Numbers, host_sums: Numbers, run_owner:
-    Numbers, run_top: Numbers, run_bottom: Numbers, gpu_shift: Numbers, gpu_stop: Numbers,
-    host_shift: Numbers, host_stop: Numbers, table: Numbers,
+    gpu_edges: Numbers, host_begin: Numbers, host_finish: Numbers, host_tokens: int,
+    host_cap: Numbers, host_edges: Numbers, owner: Numbers, gpu_sums: Numbers, host_sums: Numbers,
+    run_owner: Numbers, run_top: Numbers, run_bottom: Numbers, gpu_shift: Numbers,
+    gpu_stop: Numbers, host_shift: Numbers, host_stop: Numbers, table: Numbers,
 ) -> None:  # fmt: skip
     """Tokens by (GPU distance bin, host distance bin), summed into ``table``, row-major.
 

@@ -1,0 +1,269 @@
+"""Vega-Lite specifications of the report's charts, from rows that are ready to draw.
+
+Text and grid are drawn in ``currentColor``, so light, dark and print need no second drawing; the
+data colours keep 3:1 contrast on white and on near-black. Arms differ in shape as well as colour.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+Rows = Sequence[Mapping[str, Any]]
+
+ORANGE, BLUE, TEAL, GREY = "#d97706", "#3b82f6", "#0d9488", "#8b8f98"
+ARM_STYLE = {
+    "baseline": (ORANGE, "circle"),
+    "lmcache": (BLUE, "square"),
+    "control": (TEAL, "triangle-up"),
+}
+_OTHER_ARM = ("#a855f7", "diamond")
+SOURCE_STYLE = {"computed": ORANGE, "GPU hit": TEAL, "host-loaded": BLUE}
+PHASES = {"start": GREY, "warmup": "#c084fc", "stop": "#6b7280"}
+# Unlike the arms' and the sources' colours, so that a pass is never taken for an arm.
+PASS_COLOURS = ("#7c3aed", "#db2777", "#65a30d", "#a16207", "#475569")
+
+
+def ttft_spec(
+    values: Rows, *, arms: Sequence[str], domain: Sequence[float], legend: bool
+) -> dict[str, Any]:
+    """TTFT by position in the pass; ``values`` have ``n, ttft, arm, failed`` and the tooltip."""
+    base = _chart(values).encode(
+        x=alt.X(
+            "n:Q",
+            title="request in the pass",
+            scale=alt.Scale(zero=False, nice=False, padding=10),
+            axis=alt.Axis(tickMinStep=1, grid=False),
+        ),
+        y=alt.Y(
+            "ttft:Q",
+            title="TTFT, ms (log)",
+            scale=alt.Scale(type="log", domain=list(domain), nice=False),
+            axis=alt.Axis(format="~s", values=_log_ticks(domain)),
+        ),
+        tooltip=[alt.Tooltip(f"{name}:N", title=title) for name, title in _TTFT_TOOLTIP],
+    )
+    colour, shape = _arm_encoding(arms, legend)
+    good = base.transform_filter("!datum.failed").mark_point(filled=True, size=42, opacity=0.85)
+    layers = [good.encode(color=colour, shape=shape)]
+    if any(value["failed"] for value in values):
+        bad = base.transform_filter("datum.failed").mark_point(
+            shape="cross", size=60, color="#dc2626", angle=45, filled=True
+        )
+        layers.append(bad)
+    return _spec(alt.layer(*layers), height=230)
+
+
+_TTFT_TOOLTIP = (
+    ("session", "session"), ("doc", "document"), ("time", "TTFT"), ("split", "measured"),
+    ("predicted", "predicted"), ("bytes", "bytes loaded"), ("error", "error"),
+)  # fmt: skip
+
+
+def paired_spec(
+    documents: Sequence[Mapping[str, Any]], domain: Sequence[float], threshold: float | None
+) -> dict[str, Any]:
+    """Ratio and range per document, with lines at 1 and at ``threshold`` where it fits."""
+    base = _chart(documents).encode(
+        x=alt.X(
+            "doc:Q",
+            title="document",
+            scale=alt.Scale(zero=False, nice=False, padding=10),
+            axis=alt.Axis(tickMinStep=1, grid=False),
+        ),
+        tooltip=[
+            alt.Tooltip("doc:Q", title="document"),
+            alt.Tooltip("ratio:Q", title="baseline ÷ tier", format=".3f"),
+            alt.Tooltip("low:Q", format=".3f"),
+            alt.Tooltip("high:Q", format=".3f"),
+            alt.Tooltip("n_blocks:Q", title="blocks"),
+        ],
+    )
+    scale = alt.Scale(type="log", domain=list(domain), nice=False)
+    axis = alt.Axis(values=_log_ticks(domain), format="~g")
+    y = alt.Y("low:Q", title="baseline ÷ tier (log)", scale=scale, axis=axis)
+    bars = base.mark_rule(color=BLUE, strokeWidth=2).encode(y=y, y2="high:Q")
+    points = base.mark_point(color=BLUE, filled=True, size=50).encode(
+        y=alt.Y("ratio:Q", scale=scale, title="baseline ÷ tier (log)")
+    )
+    lines = [_level(1.0, scale, [1, 0])]
+    if threshold is not None and domain[0] <= threshold <= domain[1]:
+        lines.append(_level(threshold, scale, [5, 4]))
+    return _spec(alt.layer(*lines, bars, points), height=210)
+
+
+def _level(value: float, scale: alt.Scale, dash: list[float]) -> Any:
+    rule = _chart([{"level": value}]).mark_rule(color="currentColor", opacity=0.6, strokeDash=dash)
+    return rule.encode(y=alt.Y("level:Q", scale=scale))
+
+
+def sources_spec(values: Rows, *, n_requests: int, legend: bool) -> dict[str, Any]:
+    """Tokens by source, measured upwards and predicted downwards.
+
+    ``values``: one bar each, with ``seq, where, source, kind, tokens, signed``.
+    """
+    colour = alt.Color(
+        "source:N",
+        scale=alt.Scale(domain=list(SOURCE_STYLE), range=list(SOURCE_STYLE.values())),
+        legend=alt.Legend(orient="top", title=None) if legend else None,
+    )
+    y = alt.Y(
+        "signed:Q",
+        title="predicted · measured",
+        axis=alt.Axis(labelExpr="format(abs(datum.value), '~s')", tickCount=5),
+    )
+    bars = (
+        _chart(values)
+        .mark_bar()
+        .encode(
+            x=alt.X("seq:O", title="request of the session", axis=_sparse_axis(n_requests)),
+            y=y,
+            color=colour,
+            tooltip=[
+                alt.Tooltip("where:N", title="request"),
+                alt.Tooltip("kind:N"),
+                alt.Tooltip("source:N"),
+                alt.Tooltip("tokens:Q", format=","),
+            ],
+        )
+    )
+    zero = _chart([{"zero": 0}]).mark_rule(color="currentColor", strokeWidth=1.5)
+    return _spec(bars + zero.encode(y=alt.Y("zero:Q")), height=140)
+
+
+def _sparse_axis(n: int) -> alt.Axis:
+    """About eight labels however many requests there are."""
+    step = max(1, n // 8)
+    labels = f"datum.value % {step} ? '' : datum.value"
+    return alt.Axis(labelAngle=0, grid=False, labelExpr=labels, ticks=False)
+
+
+def cliff_spec(curve: Mapping[str, Any], *, arms: Sequence[str], legend: bool) -> dict[str, Any]:
+    """Predicted shares as lines, measured ones as marks, this plan and the working set as rules."""
+    colour, shape = _arm_encoding(arms, legend)
+    x = alt.X(
+        "gpu_tokens:Q",
+        title="GPU tier, tokens",
+        axis=alt.Axis(format="~s", grid=False, tickCount=7),
+    )
+    y = alt.Y(
+        "share:Q",
+        title=f"{curve['pass']}: share recomputed",
+        axis=alt.Axis(format=".0%", tickCount=5),
+        scale=alt.Scale(domain=[0, 1]),
+    )
+    tooltip = [
+        alt.Tooltip("arm:N"),
+        alt.Tooltip("gpu_tokens:Q", title="GPU tier, tokens", format=","),
+        alt.Tooltip("share:Q", title="recomputed", format=".2%"),
+    ]
+    lines = _chart(curve["points"]).mark_line(strokeWidth=2, opacity=0.8)
+    points = _chart(curve["measured"]).mark_point(filled=True, size=130, opacity=1)
+    return _spec(
+        alt.layer(
+            lines.encode(x=x, y=y, color=colour, tooltip=tooltip),
+            *_named_levels(curve, x),
+            points.encode(x=x, y=y, color=colour, shape=shape, tooltip=tooltip),
+        ),
+        height=240,
+    )
+
+
+def _named_levels(curve: Mapping[str, Any], x: alt.X) -> list[Any]:
+    """Vertical lines with their names: this plan's GPU tier, and the working set."""
+    base = _chart(
+        [
+            {"gpu_tokens": curve["gpu_tokens"], "what": "this plan"},
+            {"gpu_tokens": curve["working_set_tokens"], "what": "working set"},
+        ]
+    )
+    rules = base.mark_rule(color="currentColor", strokeDash=[4, 4], opacity=0.6)
+    words = base.mark_text(color="currentColor", align="left", dx=4, baseline="top", fontSize=11)
+    return [rules.encode(x=x), words.encode(x=x, y=alt.value(4), text="what:N")]
+
+
+def timeline_spec(
+    spans: Rows, *, colours: Mapping[str, str], n_sessions: int, legend: bool
+) -> dict[str, Any]:
+    """One bar a phase, one line a session, on the wall clock in UTC."""
+    chart = (
+        _chart(spans)
+        .mark_bar(height={"band": 0.7})
+        .encode(
+            x=alt.X(
+                "began_unix_ms:T",
+                title="time (UTC)",
+                scale=alt.Scale(type="utc"),
+                axis=alt.Axis(format="%H:%M:%S", tickCount=5, labelOverlap=True),
+            ),
+            x2="ended_unix_ms",
+            y=alt.Y("session:N", title=None, sort=None),
+            color=alt.Color(
+                "phase:N",
+                scale=alt.Scale(domain=list(colours), range=list(colours.values())),
+                legend=alt.Legend(orient="top", title=None, columns=3) if legend else None,
+            ),
+            tooltip=[alt.Tooltip("session:N"), alt.Tooltip("phase:N")],
+        )
+    )
+    return _spec(chart, height=34 * n_sessions + 10)
+
+
+def _arm_encoding(arms: Sequence[str], legend: bool) -> tuple[alt.Color, alt.Shape]:
+    styles = [ARM_STYLE.get(arm, _OTHER_ARM) for arm in arms]
+    key = alt.Legend(orient="top", title=None) if legend else None
+    return (
+        alt.Color(
+            "arm:N",
+            scale=alt.Scale(domain=list(arms), range=[colour for colour, _ in styles]),
+            legend=key,
+        ),
+        alt.Shape(
+            "arm:N",
+            scale=alt.Scale(domain=list(arms), range=[shape for _, shape in styles]),
+            legend=key,
+        ),
+    )
+
+
+def _chart(values: Sequence[Mapping[str, Any]]) -> alt.Chart:
+    """A chart of ``values``, which stay inside its specification."""
+    return alt.Chart(alt.Data(values=list(values)))  # type: ignore[no-untyped-call]
+
+
+def _spec(chart: Any, *, height: int) -> dict[str, Any]:
+    """As a dictionary, as wide as its place on the page."""
+    spec: dict[str, Any] = (
+        chart.properties(width="container", height=height)
+        .configure(
+            background="transparent",
+            autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
+            font="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif",
+            aria=False,  # the figure has one text alternative; hundreds of marks would be noise
+        )
+        .configure_view(stroke=None)
+        .configure_axis(
+            labelColor="currentColor",
+            titleColor="currentColor",
+            domainColor="currentColor",
+            tickColor="currentColor",
+            gridColor="currentColor",
+            gridOpacity=0.12,
+            domainOpacity=0.4,
+            tickOpacity=0.4,
+            labelFontSize=11,
+            titleFontSize=11,
+            titleFontWeight="normal",
+        )
+        .configure_legend(labelColor="currentColor", titleColor="currentColor", labelFontSize=11)
+        .to_dict(validate=False)
+    )
+    return spec
+
+
+def _log_ticks(domain: Sequence[float]) -> list[float]:
+    """1, 2, 5, 10, … inside ``domain``."""
+    powers = range(math.floor(math.log10(domain[0])), math.ceil(math.log10(domain[1])) + 1)
+    ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    return [tick for tick in ticks if domain[0] <= tick <= domain[1]]

@@ -1,0 +1,231 @@
+"""The report's charts, from the published files alone: which there are, and what they draw."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.chart_specs import (
+    ARM_STYLE,
+    PASS_COLOURS,
+    PHASES,
+    cliff_spec,
+    paired_spec,
+    sources_spec,
+    timeline_spec,
+    ttft_spec,
+)
+
+# All charts of a kind together: a mark costs 0.4 kB in the file and 1 kB of SVG in the browser, so
+# beyond these they show every k-th request, and say so.
+MOST_MARKS = 4_000
+_MOST_SOURCE_ROWS = 1_500  # up to six bars each
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One chart: ``name`` is its file name, ``kind`` its section, ``label`` its text alternative.
+
+    ``n_rows`` of ``n_all`` journal rows are drawn.
+    """
+
+    name: str
+    kind: str
+    title: str
+    label: str
+    spec: dict[str, Any]
+    n_rows: int = 0
+    n_all: int = 0
+
+
+def figures(
+    summary: Mapping[str, Any], reconciliation: Mapping[str, Any], *, legend: bool = False
+) -> list[Figure]:
+    """Every chart the published files have data for; ``legend`` for charts that stand alone."""
+    requests = reconciliation["requests"]
+    return [
+        *_ttft(summary, requests, legend),
+        *_paired(summary),
+        *_sources(summary, requests, legend),
+        *_cliff(summary, legend),
+        *_timeline(summary, legend),
+    ]
+
+
+def arms_of(summary: Mapping[str, Any]) -> list[str]:
+    """Arms that were measured, the known ones first."""
+    found = {arm for content in summary["passes"].values() for arm in content["arms"]}
+    return [arm for arm in ARM_STYLE if arm in found] + sorted(found - set(ARM_STYLE))
+
+
+def thinned(rows: Sequence[Any], most: int) -> Sequence[Any]:
+    """Every k-th row, with the smallest k that leaves at most ``most``."""
+    return rows[:: -(-len(rows) // most)] if rows else rows
+
+
+def phase_colours(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Phase and colour of the timeline, in order, for a legend outside the chart."""
+    yield "start", PHASES["start"]
+    yield "warmup", PHASES["warmup"]
+    for i, name in enumerate(summary["passes"]):
+        yield name, PASS_COLOURS[i % len(PASS_COLOURS)]
+    yield "stop", PHASES["stop"]
+
+
+def _slug(*words: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower()).strip("-") or "chart"
+
+
+def _ttft(
+    summary: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], legend: bool
+) -> Iterator[Figure]:
+    arms = arms_of(summary)
+    measured = [r for r in requests if r["phase"] == "measure"]
+    times = [r["ttft_ms"] for r in measured if r["complete"] and r["ttft_ms"]]
+    if not times:
+        return
+    # One axis for all passes, or a small pass looks like a large one.
+    domain = [min(times) / 1.15, max(times) * 1.15]
+    for name in summary["passes"]:
+        rows = [r for r in measured if r["pass"] == name]
+        first: dict[str, int] = {}
+        for row in rows:
+            first[row["session"]] = min(first.get(row["session"], row["seq"]), row["seq"])
+        shown = thinned(rows, max(1, MOST_MARKS // len(summary["passes"])))
+        values = [_ttft_value(row, first[row["session"]], domain[0]) for row in shown]
+        yield Figure(
+            _slug("ttft", name), "ttft", name,
+            f"TTFT of {len(shown)} requests of {name}, in the order they were sent, by arm; the "
+            "same numbers are in the table of requests.",
+            ttft_spec(values, arms=arms, domain=domain, legend=legend), len(shown), len(rows),
+        )  # fmt: skip
+
+
+def _ttft_value(row: Mapping[str, Any], first_seq: int, foot_ms: float) -> dict[str, Any]:
+    """One mark. A failed request has no time: it is drawn at the foot of the chart, as a cross."""
+    is_good = bool(row["complete"] and row["ttft_ms"])
+    return {
+        "n": row["seq"] - first_seq + 1,
+        "ttft": row["ttft_ms"] if is_good else foot_ms,
+        "failed": not is_good,
+        "arm": row["config"],
+        **_tooltip(row),
+    }
+
+
+def _tooltip(row: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "session": str(row["session"]),
+        "doc": str(row["doc"]),
+        "time": "none" if row["ttft_ms"] is None else f"{row['ttft_ms']:,.1f} ms",
+        "split": _split(row["measured"]),
+        "predicted": _split(row["predicted"]),
+        "bytes": "not measured" if row["loaded_bytes"] is None else f"{row['loaded_bytes']:,}",
+        "error": row["error"] or row["unattributed"] or "none",
+    }
+
+
+def _split(tokens: Mapping[str, Any] | None) -> str:
+    if tokens is None or tokens["computed"] is None:
+        return "unknown"
+    return (
+        f"{tokens['computed']:,} computed, {tokens['gpu_hit']:,} GPU, "
+        f"{tokens['host_loaded']:,} host"
+    )
+
+
+def _paired(summary: Mapping[str, Any]) -> Iterator[Figure]:
+    pairs = {
+        name: content["paired_ratio"]
+        for name, content in summary["passes"].items()
+        if content["paired_ratio"] and content["paired_ratio"]["documents"]
+    }
+    ends = [d[end] for p in pairs.values() for d in p["documents"] for end in ("low", "high")]
+    if not ends:
+        return
+    domain = [min([*ends, 1.0]) / 1.1, max([*ends, 1.0]) * 1.1]
+    for name, pair in pairs.items():
+        threshold = None
+        if name == summary["decision"]["pass"] and summary["decision"]["evidence"]:
+            threshold = summary["decision"]["evidence"]["threshold"]
+        shown = thinned(pair["documents"], max(1, MOST_MARKS // len(pairs)))
+        yield Figure(
+            _slug("paired", name), "paired", name,
+            f"Paired TTFT ratio of {len(shown)} documents in {name}: median and range over "
+            f"{len(pair['blocks'])} blocks. All documents: {pair['ratio']:.2f}.",
+            paired_spec(shown, domain, threshold), len(shown), len(pair["documents"]),
+        )  # fmt: skip
+
+
+_FIELDS = {"computed": "computed", "gpu_hit": "GPU hit", "host_loaded": "host-loaded"}
+
+
+def _sources(
+    summary: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], legend: bool
+) -> Iterator[Figure]:
+    for session in summary["sessions"]:
+        rows = [
+            r
+            for r in requests
+            if r["session"] == session["session"]
+            and r["measured"] is not None
+            and r["measured"]["computed"] is not None
+        ]
+        if not rows:
+            continue
+        shown = thinned(rows, max(1, _MOST_SOURCE_ROWS // len(summary["sessions"])))
+        yield Figure(
+            _slug("sources", session["session"]), "sources", session["session"],
+            f"Prompt tokens of {len(shown)} requests of session {session['session']} by source: "
+            "measured above the line, predicted below it. Equal shapes mean no residual.",
+            sources_spec(_bars(shown), n_requests=len(shown), legend=legend), len(shown), len(rows),
+        )  # fmt: skip
+
+
+def _bars(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One bar for each source that gave tokens, measured and predicted."""
+    return [
+        {
+            "seq": row["seq"],
+            "where": f"{row['pass']}, document {row['doc']}",
+            "source": word,
+            "kind": kind,
+            "tokens": row[kind][name],
+            "signed": row[kind][name] if kind == "measured" else -row[kind][name],
+        }
+        for row in rows
+        for kind in ("measured", "predicted")
+        if row[kind] is not None
+        for name, word in _FIELDS.items()
+        if row[kind][name]
+    ]
+
+
+def _cliff(summary: Mapping[str, Any], legend: bool) -> Iterator[Figure]:
+    curve = summary["cliff"]
+    if not curve or not curve["points"]:
+        return
+    yield Figure(
+        "cliff", "cliff", curve["pass"],
+        f"Predicted share of {curve['pass']} that is recomputed against the size of the GPU tier, "
+        f"with the measured points. This plan has {curve['gpu_tokens']:,} tokens of GPU tier for a "
+        f"working set of {curve['working_set_tokens']:,}.",
+        cliff_spec(curve, arms=arms_of(summary), legend=legend),
+    )  # fmt: skip
+
+
+def _timeline(summary: Mapping[str, Any], legend: bool) -> Iterator[Figure]:
+    spans = [
+        {"session": session["session"], **span}
+        for session in summary["sessions"]
+        for span in session["spans"]
+    ]
+    if not spans:
+        return
+    n_sessions = len(summary["sessions"])
+    colours = dict(phase_colours(summary))
+    yield Figure(
+        "timeline", "timeline", "sessions",
+        f"When the {n_sessions} sessions ran: server start, warm-up, passes, stop.",
+        timeline_spec(spans, colours=colours, n_sessions=n_sessions, legend=legend),
+    )  # fmt: skip

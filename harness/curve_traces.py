@@ -1,0 +1,263 @@
+"""Traces as `kvcliff compile`, `convert` and `describe` take them, and `curve` and `surface` too.
+
+Each function takes plain values and returns a dict ready for JSON, or writes files whole. Wrong
+input is an InputError that says what is wrong and what is accepted. Needs numpy.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.errors import InputError
+from sim.curves import compiled
+from sim.curves import convert as conversion
+from sim.curves.capacity import Ruler
+from sim.curves.readers import read_trace
+from sim.curves.trace import Ints, Requests
+from sim.curves.tree import PrefixTree, build_tree
+from sim.geometry import KvGeometry
+
+SCHEMA = 1
+SPREAD_HOURS = 24.0
+"""Over what sessions without start times are spread when nothing else is asked for."""
+
+Progress = Callable[[int, int | None, str], None]
+"""Told (bytes read, bytes in all or None, file name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """How a trace is taken; defaults are what is said in the assumptions.
+
+    ``block_tokens``: for formats that do not carry one. ``full_blocks``: leave out blocks a prompt
+    does not fill. ``spread_hours``: start the sessions of a trace without start times over this
+    time, at random moments drawn from ``seed``. ``time_scale``: stretch the sessions' starts.
+    """
+
+    block_tokens: int | None = None
+    full_blocks: bool = False
+    spread_hours: float | None = None
+    seed: int = 0
+    time_scale: float = 1.0
+    engine: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A trace ready to be replayed; ``notes`` are warnings, ``said`` are assumptions."""
+
+    tree: PrefixTree
+    order: Ints
+    ruler: Ruler
+    said: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def longest_blocks(self) -> int:
+        """Blocks of the longest request: a smaller GPU tier could not run it."""
+        return int(self.tree.blocks_of_requests().max(initial=0))
+
+
+def load(
+    path: str,
+    options: TraceOptions,
+    *,
+    model: Path | None = None,
+    kv_dtype: str = "auto",
+    progress: Progress | None = None,
+) -> Loaded:
+    """Read or load the trace ``path``; ``model`` (config.json or its folder) gives GiB."""
+    with input_errors():
+        per_token = _bytes_per_token(model, kv_dtype)
+        tree = _tree_of(path, options, progress)
+        requests, spread = _started(tree.requests, options)
+        tree = replace(tree, requests=requests)
+        if not 0 < options.time_scale < float("inf"):
+            raise ValueError(f"a time scale of {options.time_scale}; it must be above 0")
+        order = requests.order(options.time_scale)
+        ruler = Ruler(requests.block_tokens, per_token or requests.kv_bytes_per_token)
+    said = [
+        f"{requests.source}, {requests.block_tokens} tokens a block; blocks are equal when they "
+        "and all before them are",
+        "requests are served one after the other by arrival, those of one instant in the trace's "
+        f"order{spread}",
+    ]
+    return Loaded(tree, order, ruler, tuple(said), tuple(_notes(tree)))
+
+
+def _tree_of(path: str, options: TraceOptions, progress: Progress | None) -> PrefixTree:
+    file = Path(path)
+    if path != "-" and compiled.is_compiled(file):
+        if options.full_blocks or options.block_tokens is not None:
+            raise ValueError(
+                f"{path} is compiled: its blocks are fixed; compile the trace again instead"
+            )
+        return compiled.load(file)
+    total = _size(file) if path != "-" else None
+    told = (lambda done, name: progress(done, total, name)) if progress else None
+    trace = read_trace(
+        path, block_tokens=options.block_tokens, engine=options.engine, progress=told
+    )
+    if options.full_blocks:
+        trace = trace.without_partial_blocks()
+    return build_tree(trace, engine=options.engine)
+
+
+def _size(path: Path) -> int | None:
+    """Bytes to read, None where that is not known before."""
+    try:
+        files = list(path.iterdir()) if path.is_dir() else [path]
+        return sum(file.stat().st_size for file in files if file.suffix in (".json", ".jsonl"))
+    except OSError:
+        return None
+
+
+def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:
+    """The requests with their sessions' starts, and how to say it."""
+    hours = options.spread_hours
+    if hours is None and (requests.starts_known or len(requests.session_start_s) == 1):
+        scaled = f"; session starts stretched {options.time_scale:g} times"
+        return requests, scaled if options.time_scale != 1 else ""
+    hours = SPREAD_HOURS if hours is None else hours
+    if not 0 <= hours < float("inf"):
+        raise ValueError(f"a spread of {hours} hours; it must be a number of at least 0")
+    spread = hours * options.time_scale
+    return requests.started_over(hours * 3600, options.seed), (
+        f"; {len(requests.session_start_s)} sessions start at random moments of {spread:g} h "
+        f"(seed {options.seed})"
+    )
+
+
+def _notes(tree: PrefixTree) -> list[str]:
+    requests = tree.requests
+    most = -(-requests.input_tokens // requests.block_tokens)
+    too_long = int((tree.blocks_of_requests() > most).sum())
+    if not too_long:
+        return []
+    return [
+        f"{too_long} of {len(requests)} requests list more blocks than their prompt fills at "
+        f"{requests.block_tokens} tokens a block: is the block size right (--block-tokens)?"
+    ]
+
+
+def _bytes_per_token(model: Path | None, kv_dtype: str) -> float | None:
+    if model is None:
+        return None
+    try:
+        return KvGeometry.from_config(model, kv_dtype).bytes_per_token
+    except OSError as error:
+        raise ValueError(f"model {model}: cannot be read: {error.strerror}") from None
+
+
+@contextmanager
+def input_errors() -> Iterator[None]:
+    """The library's ValueErrors are about what the user gave."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def compile_trace(
+    path: str, output: Path, options: TraceOptions, *, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Write the compiled trace ``output`` (``.kvtrace.npz``); returns its description."""
+    if not output.name.endswith(compiled.SUFFIX):
+        raise InputError(f"the output {str(output)!r} must end in {compiled.SUFFIX}")
+    loaded = load(path, options, progress=progress)
+    notes = {"full_blocks": options.full_blocks, "from": Path(path).name}
+    with writing(output):
+        compiled.save(loaded.tree, output, notes=notes)
+    return {**_described(loaded), "output": str(output), "output_bytes": output.stat().st_size}
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Turn what the system says about ``output`` into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {str(output)!r}: {error.strerror}") from None
+
+
+def describe(
+    path: str, options: TraceOptions, *, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Size, reuse and shape of a trace."""
+    return _described(load(path, options, progress=progress))
+
+
+def _described(loaded: Loaded) -> dict[str, Any]:
+    tree, requests = loaded.tree, loaded.tree.requests
+    blocks = tree.blocks_of_requests()
+    arrivals = requests.arrivals_s()
+    return {
+        "schema": SCHEMA,
+        **head(tree),
+        "format": requests.source,
+        "sessions": len(requests.session_start_s),
+        "session_starts_known": requests.starts_known,
+        "prompt_tokens": int(requests.input_tokens.sum()),
+        "output_tokens": int(requests.output_tokens.sum()),
+        "duration_s": float(np.ptp(arrivals)) if len(arrivals) else 0.0,
+        "longest_request_blocks": loaded.longest_blocks,
+        "median_request_blocks": float(np.median(blocks)) if len(blocks) else 0.0,
+        "ideal_hit_share": share_of(tree.n_accesses - tree.n_blocks, tree.n_accesses),
+        "edges": len(tree.parent),
+        "kv_bytes_per_token": loaded.ruler.bytes_per_token,
+        "assumptions": list(loaded.said),
+        "warnings": list(loaded.notes),
+    }
+
+
+def head(tree: PrefixTree) -> dict[str, int]:
+    """The fields every result begins with."""
+    return {
+        "requests": len(tree.requests),
+        "accesses": tree.n_accesses,
+        "distinct_blocks": tree.n_blocks,
+        "block_size": tree.requests.block_tokens,
+    }
+
+
+def share_of(part: int, whole: int) -> float | None:
+    """``part`` / ``whole``; None where there is nothing."""
+    return part / whole if whole else None
+
+
+def convert_trace(
+    path: str,
+    output: Path,
+    target: str,
+    options: TraceOptions,
+    *,
+    chunk_tokens: int | None = None,
+    model: Path | None = None,
+    kv_dtype: str = "auto",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Write a trace for another tool ("lmcache" or "mooncake"); returns what was written."""
+    loaded = load(path, options, model=model, kv_dtype=kv_dtype, progress=progress)
+    per_token = loaded.ruler.bytes_per_token
+    with input_errors(), writing(output):
+        written = conversion.convert(
+            loaded.tree,
+            target,
+            output,
+            order=loaded.order,
+            chunk_tokens=chunk_tokens,
+            kv_bytes_per_token=2 if per_token is None else max(1, round(per_token)),
+        )
+    return {
+        "schema": SCHEMA,
+        "output": str(output),
+        "target": target,
+        "requests": written,
+        "kv_bytes_per_token": per_token,
+        "assumptions": list(loaded.said),
+        "warnings": list(loaded.notes),
+    }

@@ -1,0 +1,254 @@
+"""The report: one HTML file that needs no network, Markdown for a pull request, charts as files.
+
+It renders ``summary.json`` and ``reconcile.json`` and computes nothing: every number on the page
+is a JSON pointer into one of them, and stands in the page with its full precision beside it.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
+
+from harness.chart_specs import ARM_STYLE, SOURCE_STYLE
+from harness.charts import (
+    Figure,
+    arms_of,
+    figures,
+    phase_colours,
+    thinned,
+)
+from harness.errors import InputError
+from harness.files import load_json, write_atomically
+
+VEGA_LITE = "6.4"
+_MOST_REQUESTS = 2_000  # rows of the table of requests; the files have them all
+_MOST_BYTES = 6_000_000
+_NOTHING = "–"
+
+SOURCE_WORDS = {
+    "recomputed": "recomputed",
+    "gpu+recomputed": "part GPU hit, rest recomputed",
+    "gpu+host": "part GPU hit, rest host-loaded",
+    "host": "host-loaded",
+    "gpu": "GPU hit",
+}
+
+
+def read_published(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``summary.json`` and ``reconcile.json`` of a run folder; InputError says how to make them."""
+    if not run.is_dir():
+        raise InputError(f"{run} is not a run folder")
+    contents = []
+    for name in ("summary.json", "reconcile.json"):
+        path = run / name
+        try:
+            content = load_json(path.read_bytes(), where=str(path))
+        except OSError as error:
+            raise InputError(
+                f"cannot read {path}: {error.strerror}", hint=f"kvcliff summarize {run} makes it"
+            ) from None
+        if not isinstance(content, dict) or content.get("schema") != 1:
+            raise InputError(f"{path}: schema is not 1", hint=f"kvcliff summarize {run}")
+        contents.append(content)
+    summary, reconciliation = contents
+    if "decision" not in summary or "by_pass" not in reconciliation:
+        raise InputError(
+            f"{run}: the files are from before reports existed", hint=f"kvcliff summarize {run}"
+        )
+    return summary, reconciliation
+
+
+def write_report(
+    run: Path, out: Path, *, png: bool = False, svg: bool = False, markdown: bool = False
+) -> list[Path]:
+    """Write ``out`` (HTML) and, beside it, what else is asked for; the paths written, in order.
+
+    InputError when a published file cannot be read; nothing is written then.
+    """
+    summary, reconciliation = read_published(run)
+    html = render_html(summary, reconciliation)
+    write_atomically(out, html)
+    written = [out]
+    if markdown:
+        path = out.with_suffix(".md")
+        write_atomically(path, render_markdown(summary, reconciliation))
+        written.append(path)
+    if png or svg:
+        written += _write_charts(summary, reconciliation, out, png=png, svg=svg)
+    return written
+
+
+def _write_charts(
+    summary: Mapping[str, Any],
+    reconciliation: Mapping[str, Any],
+    out: Path,
+    *,
+    png: bool,
+    svg: bool,
+) -> Iterable[Path]:
+    """``<out>-<chart>.png`` and ``.svg``, on white, 720 pixels wide."""
+    written = []
+    for figure in figures(summary, reconciliation, legend=True):
+        spec = {**figure.spec, "width": 640, "background": "white", "title": figure.title}
+        path = out.with_name(f"{out.stem}-{figure.name}.svg")
+        if svg:
+            write_atomically(path, vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE))
+            written.append(path)
+        if png:
+            path = path.with_suffix(".png")
+            path.write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=2))
+            written.append(path)
+    return written
+
+
+def render_html(summary: Mapping[str, Any], reconciliation: Mapping[str, Any]) -> str:
+    """The whole page. Everything that came from a file is escaped; no address is ever fetched."""
+    found = figures(summary, reconciliation)
+    requests = reconciliation["requests"]
+    shown = thinned(requests, _MOST_REQUESTS)
+    page = _template("report.html").render(
+        s=summary,
+        r=reconciliation,
+        n=_number({"s": summary, "r": reconciliation}),
+        figures=_by_kind(found),
+        requests=shown,
+        arms=[(arm, *_style(arm)) for arm in arms_of(summary)],
+        sources=SOURCE_STYLE.items(),
+        phases=list(phase_colours(summary)),
+        source_words=SOURCE_WORDS,
+        css=Markup(_asset("report.css")),  # ours, not data
+        script=Markup(_asset("report.js")),
+        vega=Markup(_vega()),
+        specs=_inline_json([figure.spec for figure in found]),
+    )
+    if len(page.encode()) > _MOST_BYTES:
+        raise InputError(
+            f"the report would be {len(page) / 1e6:.1f} MB, more than {_MOST_BYTES / 1e6:.0f}"
+        )
+    return page
+
+
+def render_markdown(summary: Mapping[str, Any], reconciliation: Mapping[str, Any]) -> str:
+    """A summary for a pull request: verdict, passes, checks, what is not established."""
+    return _template("report.md").render(
+        s=summary, r=reconciliation, ms=_ms, ratio=_ratio, count=_count, md=_markdown_text
+    )
+
+
+def _template(name: str) -> Template:
+    environment = Environment(
+        autoescape=name.endswith(".html"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.from_string(_asset(f"{name}.j2"))
+
+
+def _asset(name: str) -> str:
+    return (resources.files("harness") / "assets" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _vega() -> str:
+    """Vega, Vega-Lite and the embedder as one script, from the installed vl-convert."""
+    # The snippet keeps the bundler from dropping what nothing else uses.
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", VEGA_LITE)
+    if "</script" in bundle.lower() or "<!--" in bundle:
+        # Inside a script element these would end it, or hide its end.
+        bundle = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    return bundle
+
+
+def _inline_json(content: Any) -> Markup:
+    """JSON for a script element: no text in it can end the element."""
+    text = json.dumps(content, allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _by_kind(found: Iterable[Figure]) -> dict[str, list[tuple[int, Figure]]]:
+    kinds: dict[str, list[tuple[int, Figure]]] = {
+        kind: [] for kind in ("ttft", "paired", "sources", "cliff", "timeline")
+    }
+    for index, figure in enumerate(found):
+        kinds[figure.kind].append((index, replace(figure, spec={})))
+    return kinds
+
+
+def _style(arm: str) -> tuple[str, str]:
+    colour, shape = ARM_STYLE.get(arm, ("#a855f7", "diamond"))
+    return colour, {"circle": "●", "square": "■", "triangle-up": "▲"}.get(shape, "◆")
+
+
+def _number(files: Mapping[str, Any]) -> Callable[..., Markup]:
+    """``n("s", "passes", …, kind="ms")``: what the pointer names, shown and in full precision.
+
+    A list among the steps is the beginning of a pointer.
+    """
+    formats: dict[str, Callable[[Any], str]] = {
+        "ms": _ms,
+        "ratio": _ratio,
+        "count": _count,
+        "share": _share,
+        "raw": str,
+    }
+
+    def number(*parts: Any, kind: str) -> Markup:
+        steps = [step for part in parts for step in (part if isinstance(part, list) else [part])]
+        value: Any = files
+        for step in steps:
+            value = _step(value, step)
+        if value is None:
+            return Markup(f'<span class="none" title="not measured">{_NOTHING}</span>')
+        pointer = "/".join(str(step).replace("~", "~0").replace("/", "~1") for step in steps)
+        return Markup('<data value="{}" data-path="{}" data-kind="{}">{}</data>').format(
+            json.dumps(value), pointer, kind, formats[kind](value)
+        )
+
+    return number
+
+
+def _step(value: Any, step: Any) -> Any:
+    """One step of a pointer; what is absent is None."""
+    if isinstance(value, Mapping):
+        return value.get(step)
+    if isinstance(value, list) and isinstance(step, int) and step < len(value):
+        return value[step]
+    return None
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return _NOTHING
+    digits = 1 if abs(value) < 1_000 else 0
+    # Adding 0.0 turns a rounded -0.0 into 0.0.
+    return f"{round(value, digits) + 0.0:,.{digits}f}".replace("-", "−")
+
+
+def _ratio(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:,.2f}"
+
+
+def _count(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:,}".replace("-", "−")
+
+
+def _share(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:.1%}"
+
+
+def _markdown_text(text: object) -> str:
+    """Text that no Markdown reader takes for markup, a table cell's end or HTML."""
+    shown = str(text).replace("\n", " ").replace("\r", " ")
+    shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    for sign in "\\`*_[]|":
+        shown = shown.replace(sign, f"\\{sign}")
+    return shown

@@ -1,0 +1,67 @@
+"""What every comparison's test asserts, and the faults planted in ``sim`` to see it fail."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from sim.gpu_pool import GpuPool
+from sim.host_native import NativeChunks
+from tests.live.differential.compare import Tally, caught
+from tests.live.differential.engines import vllm_core, vllm_scheduling
+from tests.live.differential.parts import PARTS, seconds_in_tests
+from tests.live.differential.workloads import Case
+
+
+def assert_part_agrees(name: str, *, with_host: bool) -> Tally:
+    """Compare part ``name`` within its time; nothing may differ and enough must have been seen."""
+    vllm_scheduling()  # importing it takes as long as a thousand requests
+    part = PARTS[name]
+    tally = part.run(seconds=seconds_in_tests(part), min_requests=part.min_requests)
+    assert tally.first_difference is None, tally.first_difference
+    assert tally.requests >= part.min_requests
+    assert tally.with_gpu_hit >= part.min_requests // 4
+    if with_host:
+        assert tally.with_host_load >= part.min_requests // 30
+        assert tally.mixed >= part.min_requests // 150
+        assert tally.evictions >= part.min_requests // 10
+    return tally
+
+
+def share_caught(name: str, n_workloads: int, **believed: Any) -> float:
+    """Share of workloads on which ``sim`` differs when it believes ``believed`` of the tiers."""
+    return share_caught_by(name, n_workloads, lambda case: with_tiers(case, **believed))
+
+
+def share_caught_by(name: str, n_workloads: int, spoil: Any = lambda case: case) -> float:
+    """Share of workloads on which ``sim``, spoilt, differs from the engine."""
+    part = PARTS[name]
+    seeds = caught(islice(part.cases(), n_workloads), part.driver, spoil)
+    return len(seeds) / n_workloads
+
+
+def with_tiers(case: Case, **changes: Any) -> Case:
+    """``case`` on other tiers."""
+    return replace(case, tiers=replace(case.tiers, **changes))
+
+
+def with_engine(case: Case) -> Case:
+    """``case`` under the rules of the installed vLLM."""
+    return with_tiers(case, engine=vllm_core().version)
+
+
+# --- wrong rules, one each
+
+
+class NoNullBlock(GpuPool):
+    """Takes vLLM's null block for one a request can have."""
+
+    def __init__(self, num_gpu_blocks: int, *, hashless_first: bool = True) -> None:
+        super().__init__(num_gpu_blocks + 1, hashless_first=hashless_first)
+
+
+class PrefixFirstNative(NativeChunks):
+    """Evicts a prompt's head before its tail."""
+
+    def _refresh(self, seen: Sequence[int]) -> None:
+        super()._refresh(tuple(reversed(seen)))

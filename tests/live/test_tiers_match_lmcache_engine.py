@@ -1,0 +1,59 @@
+"""``sim.host_inprocess`` and ``sim.host_mp`` against LMCache behind vLLM's scheduler.
+
+In-process: both halves of LMCacheConnectorV1 and the engine. MP: both halves of LMCacheMPConnector
+and a cache server over its real transport.
+"""
+
+import importlib.util
+
+import pytest
+
+import sim.tiers
+from scripts.mutations import MUTATIONS, Mutation
+from sim.host_inprocess import InProcessChunks
+from tests.live.differential.claims import (
+    assert_part_agrees,
+    share_caught_by,
+)
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("vllm", "lmcache")),
+        reason="no vLLM with LMCache here: `make setup` installs an engine build",
+    ),
+    # The engines' own warnings, raised whenever they import something, are theirs.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def test_the_in_process_tier_equals_lmcaches_engine_after_every_request() -> None:
+    assert_part_agrees("lmcache", with_host=True)
+
+
+def test_the_mp_tier_equals_lmcaches_server_after_every_request() -> None:
+    assert_part_agrees("lmcache-mp", with_host=True)
+
+
+# --- the same comparison must catch a wrong rule
+
+
+def test_an_in_process_store_that_evicts_a_prompts_tail_first_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class TailFirst(InProcessChunks):
+        def serve(self, request):  # type: ignore[no-untyped-def]
+            share = super().serve(request)
+            for key in reversed(request.chunks):
+                if key in self._chunks:
+                    self._chunks.move_to_end(key)
+            return share
+
+    monkeypatch.setattr(sim.tiers, "InProcessChunks", TailFirst)
+    assert share_caught_by("lmcache", 15) >= 0.5
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_wrong_rule_that_the_live_matrix_catches_is_caught_here_too(mutation: Mutation) -> None:
+    with mutation.planted():
+        assert share_caught_by("lmcache-mp", 3) > 0

@@ -1,0 +1,117 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import InputError
+from harness.importing import import_rows
+from harness.published import ReconcileFile, Summary
+from harness.report import write_report
+
+LAB = {"config": "baseline", "pass": "pass2-replay", "doc": 0, "doc_tokens": 5011,
+       "ttft_ms": 500.0, "total_ms": 510.0}  # fmt: skip
+
+
+def write(path: Path, *changes: dict[str, Any]) -> Path:
+    lines = [json.dumps({**LAB, **change}) for change in changes]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return content
+
+
+def test_the_labs_six_fields_are_enough_for_a_summary_and_a_report(tmp_path: Path) -> None:
+    source = write(tmp_path / "ttft.jsonl", {}, {"config": "lmcache", "ttft_ms": 50.0})
+    folder = import_rows(source, tmp_path / "results")
+    summary = summary_of(folder)
+    assert summary["passes"]["pass2-replay"]["paired_ratio"]["ratio"] == 10.0
+    assert (folder / "ttft.jsonl").read_bytes() == source.read_bytes()
+    assert write_report(folder, folder / "report.html")[0].stat().st_size > 500_000
+    Summary.model_validate(summary)
+    ReconcileFile.model_validate_json((folder / "reconcile.json").read_text(encoding="utf-8"))
+
+
+def test_what_the_file_does_not_say_stays_unknown(tmp_path: Path) -> None:
+    folder = import_rows(write(tmp_path / "t.jsonl", {}), tmp_path / "results")
+    summary = summary_of(folder)
+    assert summary["sources"] == {}
+    assert summary["passes"]["pass2-replay"]["arms"]["baseline"]["tokens"]["n"] == 0
+    assert summary["decision"]["verdict"] == "not decided"
+    codes = [reason["code"] for reason in summary["decision"]["reasons"]]
+    assert "no-prediction" in codes
+    entry = json.loads((folder / "reconcile.json").read_text(encoding="utf-8"))["requests"][0]
+    assert entry["measured"] == {"computed": None, "gpu_hit": None, "host_loaded": None}
+    assert (entry["predicted"], entry["reconciled"]) == (None, False)
+
+
+def test_a_document_measured_twice_by_an_arm_means_two_sessions_and_says_it_is_assumed(
+    tmp_path: Path,
+) -> None:
+    source = write(tmp_path / "t.jsonl", {}, {"ttft_ms": 300.0}, {"doc": 1})
+    folder = import_rows(source, tmp_path / "results")
+    names = [(s["session"], s["n"]) for s in summary_of(folder)["sessions"]]
+    assert names == [("baseline-1", 2), ("baseline-2", 1)]
+    findings = json.loads((folder / "reconcile.json").read_text(encoding="utf-8"))["findings"]
+    assert [finding["code"] for finding in findings] == ["sessions-assumed"]
+
+
+def test_sources_in_the_file_are_kept(tmp_path: Path) -> None:
+    tokens = {"prompt_tokens": 5031, "computed": 20, "gpu_hit": 0, "host_loaded": 5011}
+    folder = import_rows(
+        write(tmp_path / "t.jsonl", {**tokens, "session": "s", "config": "lmcache"}),
+        tmp_path / "results",
+    )
+    assert summary_of(folder)["sources"]["host"]["n"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ttft_ms": True}, "line 2: ttft_ms"),
+        ({"ttft_ms": "0.5"}, "line 2: ttft_ms"),
+        ({"ttft_ms": -1.0}, "line 2: ttft_ms"),
+        ({"config": ""}, "line 2: config"),
+        ({"doc_tokens": 1.5}, "line 2: doc_tokens"),
+        ({"computed": 5}, "line 2: computed 5"),
+        ({"prompt_tokens": 9, "computed": 1, "gpu_hit": 2, "host_loaded": 3}, "sum to prompt"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_and_nothing_is_written(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    # A71
+    source = write(tmp_path / "t.jsonl", {}, change)
+    with pytest.raises(InputError, match=message):
+        import_rows(source, tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"config": "a", "config": "b"}\n', "appears twice"),
+        ("{}\n", "line 1: config"),
+        ("", "has no row"),
+        (json.dumps(LAB), "no line end"),
+        ("[1]\n", "line 1"),
+    ],
+)
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        import_rows(tmp_path / "t.jsonl", tmp_path / "results")
+
+
+def test_documents_may_have_names(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "t.jsonl",
+        {"doc": "moby"},
+        {"doc": "dick"},
+        {"doc": "dick", "config": "lmcache", "ttft_ms": 100.0},
+    )
+    pair = summary_of(import_rows(source, tmp_path / "results"))["passes"]["pass2-replay"]
+    assert [d["doc"] for d in pair["paired_ratio"]["documents"]] == [1]

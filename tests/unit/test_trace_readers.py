@@ -1,0 +1,366 @@
+import gzip
+import io
+import json
+import lzma
+import os
+import random
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sim.curves.readers import read_trace
+from sim.curves.reference import hits_at
+from sim.curves.stack import curve
+from sim.curves.trace import Trace, TraceError
+from sim.curves.tree import build_tree
+
+MOONCAKE = {"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [4, 5, 6]}
+BAILIAN = {
+    "chat_id": 9, "parent_chat_id": -1, "timestamp": 61.5, "input_length": 40, "output_length": 3,
+    "type": "text", "turn": 1, "hash_ids": [1089, 1090, 6326],
+}  # fmt: skip
+KVCACHE_SIMULATOR = {"hash_ids": ["a", "b"], "input_length": 30, "block_size": 16}
+LMCACHE = {
+    "timestamp": 1711929600.25, "request_id": "r", "model_name": "m", "chunk_size": 256,
+    "seq_len": 700, "dtypes": ["bfloat16"], "shapes": [[2, 4, 256, 8]],
+    "chunk_hashes": ["0xab", "0xcd"],
+}  # fmt: skip
+JOURNAL = {
+    "session": "02-lmcache", "pass": "pass1-cold", "doc": 3, "doc_tokens": 70,
+    "prompt_tokens": 100, "output_tokens": 2, "phase": "measure", "sent_unix_ns": 5_000_000_000,
+}  # fmt: skip
+
+
+def weka(name: str, ids: list[list[int]], **changes: Any) -> dict[str, Any]:
+    requests = [
+        {"t": 10.0 * i, "type": "n", "in": 64 * len(row) + 5, "out": 9, "hash_ids": row}
+        for i, row in enumerate(ids)
+    ]
+    session = {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": requests}
+    return session | changes
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def paths(trace: Trace) -> list[list[int]]:
+    return [trace.path(r) for r in range(len(trace.requests))]
+
+
+def test_mooncake_times_are_milliseconds_and_blocks_512_tokens(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t", MOONCAKE))
+    assert paths(trace) == [[4, 5, 6]]
+    assert trace.requests.arrivals_s().tolist() == [1.5]
+    assert trace.requests.block_tokens == 512
+    assert trace.requests.input_tokens.tolist() == [1030]
+    assert trace.requests.output_tokens.tolist() == [7]
+
+
+def test_bailian_times_are_seconds_blocks_16_tokens_and_turns_share_a_session(
+    tmp_path: Path,
+) -> None:
+    second = BAILIAN | {"chat_id": 12, "parent_chat_id": 9, "timestamp": 70.0}
+    other = BAILIAN | {"chat_id": 13, "timestamp": 65.0}
+    trace = read_trace(write(tmp_path / "t", BAILIAN, second, other))
+    assert trace.requests.block_tokens == 16
+    assert trace.requests.session.tolist() == [0, 0, 1]
+    assert trace.requests.session_start_s.tolist() == [61.5, 65.0]
+    assert trace.requests.time_s.tolist() == [0.0, 8.5, 0.0]
+    # Starts twice as far apart, the pace inside a session kept: 123, 131.5 and 130.
+    assert trace.requests.order(time_scale=2).tolist() == [0, 2, 1]
+
+
+def test_kvcache_simulator_rows_carry_the_block_size_and_ids_of_any_kind(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t", KVCACHE_SIMULATOR, KVCACHE_SIMULATOR | {
+        "hash_ids": ["a", 7, "7"]}))  # fmt: skip
+    assert trace.requests.block_tokens == 16
+    first, second = paths(trace)
+    assert first[0] == second[0]
+    assert second[1] == second[2]  # 7 and "7" name one block there
+    assert first[1] != second[1]
+
+
+def test_lmcache_lookups_have_chunks_and_their_bytes(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t", LMCACHE, LMCACHE | {"chunk_hashes": ["0xab"]}))
+    assert trace.requests.block_tokens == 256
+    assert paths(trace)[0][:1] == paths(trace)[1]
+    assert trace.requests.kv_bytes_per_token == 2 * 4 * 8 * 2  # shape without its tokens, bfloat16
+    assert trace.requests.input_tokens.tolist() == [700, 700]
+
+
+def test_chunk_hashes_of_different_models_are_different_chunks(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t", LMCACHE, LMCACHE | {"model_name": "other"}))
+    first, second = paths(trace)
+    assert not set(first) & set(second)
+
+
+def test_weka_ids_are_local_to_a_session_whose_start_is_unknown(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", weka("a", [[1, 2], [1, 2, 3]]))
+    write(tmp_path / "b.json", weka("b", [[1, 2]]))
+    trace = read_trace(str(tmp_path))
+    first, second, third = paths(trace)
+    assert first == second[:2]
+    assert not set(second) & set(third)
+    assert trace.requests.session.tolist() == [0, 0, 1]
+    assert not trace.requests.starts_known
+    assert trace.requests.block_tokens == 64
+
+
+def test_weka_sessions_of_a_global_scope_share_ids(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", weka("a", [[1, 2]], hash_id_scope="global"))
+    write(tmp_path / "b.json", weka("b", [[1, 2]], hash_id_scope="global"))
+    first, second = paths(read_trace(str(tmp_path)))
+    assert first == second
+
+
+def test_sessions_of_both_scopes_do_not_mix_their_ids(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", weka("a", [[1, 2]], hash_id_scope="global"))
+    write(tmp_path / "b.json", weka("b", [[1, 2]]))
+    write(tmp_path / "c.json", weka("c", [[1, 2]], hash_id_scope="global"))
+    for engine in ("plain", "numba"):
+        first, second, third = paths(read_trace(str(tmp_path), engine=engine))
+        assert first == third
+        assert not set(first) & set(second)
+
+
+def test_a_session_that_comes_back_with_new_ids_runs_into_no_other(tmp_path: Path) -> None:
+    rows = [weka("a", [[1, 2]]), weka("b", [[1, 2]]), weka("a", [[1, 2, 9]])]
+    for engine in ("plain", "numba"):
+        first, second, third = paths(read_trace(write(tmp_path / "t", *rows), engine=engine))
+        assert first == third[:2]
+        assert len({*first, *second, *third}) == 5
+
+
+def test_a_sub_agents_times_count_from_its_own_start(tmp_path: Path) -> None:
+    session = weka("a", [[1], [2]])
+    nested = {"t": 4.0, "type": "subagent", "requests": weka("x", [[7], [8]])["requests"]}
+    session["requests"].insert(1, nested)
+    trace = read_trace(write(tmp_path / "a.json", session))
+    assert trace.requests.time_s.tolist() == [0.0, 4.0, 14.0, 10.0]
+    assert paths(trace) == [[1], [7], [8], [2]]
+    assert trace.requests.order().tolist() == [0, 1, 3, 2]
+
+
+def test_a_pretty_printed_session_is_read_as_one_document(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(weka("a", [[1, 2], [1, 3]]), indent=2))
+    assert paths(read_trace(str(file))) == [[1, 2], [1, 3]]
+
+
+def test_a_journal_of_ours_is_a_trace_whose_questions_are_asked_once(tmp_path: Path) -> None:
+    again = JOURNAL | {"pass": "pass2-replay", "sent_unix_ns": 6_000_000_000}
+    trace = read_trace(write(tmp_path / "j.jsonl", JOURNAL, again), block_tokens=32)
+    first, second = paths(trace)
+    # 70 of 100 tokens are the document: two whole blocks of 32 shared, the third is not.
+    assert len(first) == len(second) == 3
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+
+
+def test_a_journal_needs_a_block_size(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"does not say the block size: give --block-tokens"):
+        read_trace(write(tmp_path / "j.jsonl", JOURNAL))
+
+
+def _tar(path: Path, sessions: dict[str, Any]) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for name, session in sessions.items():
+            data = json.dumps(session).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+def test_compressed_files_and_archives_are_known_by_content(tmp_path: Path) -> None:
+    line = json.dumps(MOONCAKE).encode() + b"\n"
+    sessions = {"b.json": weka("b", [[9]]), "a.json": weka("a", [[1, 2]]), "README": {}}
+    (tmp_path / "gz").write_bytes(gzip.compress(line))
+    (tmp_path / "xz").write_bytes(lzma.compress(line))
+    (tmp_path / "tar").write_bytes(lzma.compress(_tar(tmp_path, sessions)))
+    assert paths(read_trace(str(tmp_path / "gz"))) == [[4, 5, 6]]
+    assert paths(read_trace(str(tmp_path / "xz"))) == [[4, 5, 6]]
+    assert [len(p) for p in paths(read_trace(str(tmp_path / "tar")))] == [2, 1]  # by name: a, b
+
+
+def test_a_dash_is_standard_input_even_when_it_must_be_read_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = json.dumps(KVCACHE_SIMULATOR) + "\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(rows.encode())))
+    assert [len(path) for path in paths(read_trace("-"))] == [2]
+
+
+@pytest.mark.parametrize("size", [2**31, 2**62 - 1, 2**70])
+def test_ids_of_any_size_stay_distinct(tmp_path: Path, size: int) -> None:
+    row = MOONCAKE | {"hash_ids": [size, size + 1, 3]}
+    for engine in ("plain", "numba"):
+        (path,) = paths(read_trace(write(tmp_path / "t", row), engine=engine))
+        assert len(set(path)) == 3
+
+
+def test_blank_lines_byte_order_mark_and_crlf_are_no_rows(tmp_path: Path) -> None:
+    line = json.dumps(MOONCAKE).encode()
+    (tmp_path / "t").write_bytes(b"\xef\xbb\xbf\r\n" + line + b"\r\n\r\n" + line)
+    assert len(read_trace(str(tmp_path / "t")).requests) == 2
+
+
+def spaced_json(draw: random.Random, rows: list[Any]) -> bytes:
+    """The rows with white space where JSON allows it."""
+    text = "".join(json.dumps(row, separators=draw.choice([(",", ":"), (" ,  ", " : ")])) + "\n"
+                   for row in rows)  # fmt: skip
+    return text.replace("[", draw.choice(["[", "[  "])).replace("]", " ]").encode()
+
+
+def test_the_compiled_scanner_reads_what_the_plain_way_reads(tmp_path: Path) -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        size = draw.choice([10, 10**6, 10**17])
+        rows = [
+            MOONCAKE | {"hash_ids": [draw.randrange(size) for _ in range(draw.randrange(6))],
+                        "note": draw.choice(["", 'x"hash_ids":[1', "\\", "ü"]), "timestamp": i}
+            for i in range(draw.randint(1, 30))
+        ]  # fmt: skip
+        file = tmp_path / f"{seed}"
+        file.write_bytes(spaced_json(draw, rows))
+        fast, plain = (read_trace(str(file), engine=engine) for engine in ("numba", "plain"))
+        assert paths(fast) == paths(plain) == [row["hash_ids"] for row in rows], seed
+        assert fast.ids.dtype == plain.ids.dtype
+        assert fast.requests.time_s.tolist() == plain.requests.time_s.tolist()
+
+
+BAD_ROWS = [
+    ({"timestamp": True}, r"t:2: field 'timestamp' is True; a number ≥ 0"),
+    ({"timestamp": "1"}, r"t:2: field 'timestamp' is '1'; a number ≥ 0"),
+    ({"timestamp": -1}, r"t:2: field 'timestamp' is -1; a number ≥ 0"),
+    ({"input_length": 1.5}, r"t:2: field 'input_length' is 1.5; a whole number"),
+    ({"input_length": True}, r"t:2: field 'input_length' is True; a whole number"),
+    ({"input_length": -1}, r"t:2: field 'input_length' is -1; a whole number ≥ 0"),
+    ({"hash_ids": 0}, r"t:2: field 'hash_ids' is of type int; a list is needed"),
+    ({"hash_ids": [1, None]}, r"t:2: hash_ids\[1\] is None; a whole number or a string"),
+    ({"hash_ids": [1, True]}, r"t:2: hash_ids\[1\] is True; a whole number or a string"),
+    ({"hash_ids": [1.0]}, r"t:2: hash_ids\[0\] is 1.0; a whole number or a string"),
+]
+
+
+@pytest.mark.parametrize("engine", ["plain", "numba"])
+@pytest.mark.parametrize(("change", "message"), BAD_ROWS)
+def test_a_wrong_value_is_named_with_file_line_and_field(
+    tmp_path: Path, engine: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TraceError, match=message):
+        read_trace(write(tmp_path / "t", MOONCAKE, MOONCAKE | change), engine=engine)
+
+
+BAD_TEXTS = [
+    (b'{"a": 1}\n', r"t: not a trace format known here. It has the fields a; needed are"),
+    (b"[1]\n", r"t: a list where a JSON object should be"),
+    (b"", r"t: the trace is empty"),
+    (b"\n\n", r"t: the trace is empty"),
+    (b"hello\n", r"t:1: not JSON"),
+    (b'{"timestamp": 1, "inp', r"t:1: not JSON"),
+    (b'{"timestamp": NaN, "input_length": 1, "hash_ids": []}\n', r"t: not JSON: NaN is no number"),
+    (b'{"timestamp": 1e999, "input_length": 1, "hash_ids": []}\n', r"'timestamp' is inf"),
+    (b'{"timestamp": 1, "timestamp": 2, "input_length": 1, "hash_ids": []}\n',
+     r"t: field 'timestamp' is there twice"),
+    (b'{"timestamp": 1, "input_length": 1, "hash_ids": [01]}\n', r"t: not JSON"),
+    (b'{"timestamp": 1, "input_length": 1, "hash_ids": [1,]}\n', r"t: not JSON"),
+    (b'{"timestamp": 1, "input_length": 1, "hash_ids": [1], "x": "\xff"}\n', r"t: not UTF-8"),
+    (b"\x1f\x8b\x08garbage", r"t: damaged compressed file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["plain", "numba"])
+@pytest.mark.parametrize(("text", "message"), BAD_TEXTS)
+def test_what_is_no_trace_is_refused(
+    tmp_path: Path, engine: str, text: bytes, message: str
+) -> None:
+    (tmp_path / "t").write_bytes(text)
+    with pytest.raises(TraceError, match=message):
+        read_trace(str(tmp_path / "t"), engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["plain", "numba"])
+def test_a_truncated_last_row_is_an_error_with_its_line(tmp_path: Path, engine: str) -> None:
+    rows = json.dumps(MOONCAKE) + "\n" + json.dumps(MOONCAKE)[:-9]
+    (tmp_path / "t").write_text(rows)
+    with pytest.raises(TraceError, match=r"t:2: not JSON"):
+        read_trace(str(tmp_path / "t"), engine=engine)
+
+
+def test_rows_of_another_format_or_block_size_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"t:2: not Mooncake JSONL as the rest .* 'hash_ids'"):
+        read_trace(write(tmp_path / "t", MOONCAKE, LMCACHE))
+    other = KVCACHE_SIMULATOR | {"block_size": 32}
+    with pytest.raises(TraceError, match=r"t:2: blocks of 32 tokens, but 16 in the rows before"):
+        read_trace(write(tmp_path / "t", KVCACHE_SIMULATOR, other))
+    with pytest.raises(TraceError, match=r"'block_size' is 16, but 64 was asked for"):
+        read_trace(write(tmp_path / "t", KVCACHE_SIMULATOR), block_tokens=64)
+
+
+def test_a_wrong_value_in_a_session_is_named_with_its_request(tmp_path: Path) -> None:
+    session = weka("a", [[1], [2]])
+    del session["requests"][1]["in"]
+    with pytest.raises(TraceError, match=r"a.json: requests\[1\]: field 'in' is missing"):
+        read_trace(write(tmp_path / "a.json", session))
+    with pytest.raises(TraceError, match=r"'hash_id_scope' is 'mine'; known: local, global"):
+        read_trace(write(tmp_path / "a.json", weka("a", [[1]], hash_id_scope="mine")))
+
+
+def test_a_path_that_is_not_there_and_a_folder_without_traces_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"missing: cannot be read: No such file"):
+        read_trace(str(tmp_path / "missing"))
+    with pytest.raises(TraceError, match=r"the folder has no file ending in \.json"):
+        read_trace(str(tmp_path))
+
+
+def test_long_files_are_read_in_pieces_that_keep_their_line_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sim.curves.readers.PIECE_BYTES", 200)
+    rows = [MOONCAKE | {"hash_ids": [i, i + 1], "timestamp": i} for i in range(50)]
+    for engine in ("plain", "numba"):
+        trace = read_trace(write(tmp_path / "t", *rows), engine=engine)
+        assert paths(trace) == [row["hash_ids"] for row in rows]
+        with pytest.raises(TraceError, match=r"bad:51: field 'timestamp' is -1"):
+            read_trace(write(tmp_path / "bad", *rows, MOONCAKE | {"timestamp": -1}), engine=engine)
+
+
+def test_blocks_that_a_prompt_does_not_fill_can_be_left_out(tmp_path: Path) -> None:
+    exact = MOONCAKE | {"input_length": 1536}
+    trace = read_trace(write(tmp_path / "t", MOONCAKE, exact)).without_partial_blocks()
+    assert paths(trace) == [[4, 5], [4, 5, 6]]
+
+
+def test_the_real_traces_have_the_counts_their_readme_states() -> None:
+    folder = os.environ.get("KVCLIFF_TRACES")
+    if not folder:
+        pytest.skip("set KVCLIFF_TRACES to the folder with mooncake_conversation.jsonl")
+    trace = read_trace(str(Path(folder) / "mooncake_conversation.jsonl"))
+    assert len(trace.requests) == 12_031
+    assert trace.n_accesses == 288_500
+    assert len(np.unique(trace.ids)) == 182_790
+    tree = build_tree(trace)
+    found = curve(tree)
+    assert found.ideal == 288_500 - 182_790
+    for capacity in (100, 5_000, 40_000):
+        assert hits_at((trace.path(r) for r in range(12_031)), capacity) == found.at(capacity)
+
+
+def test_the_real_sessions_are_read_from_their_archive_and_nest() -> None:
+    folder = os.environ.get("KVCLIFF_TRACES")
+    if not folder:
+        pytest.skip("set KVCLIFF_TRACES to the folder with weka_sessions.tar.xz")
+    trace = read_trace(str(Path(folder) / "weka_sessions.tar.xz"))
+    assert len(trace.requests.session_start_s) == 355
+    assert len(trace.requests) == 23_491 + 524  # of sessions, of sub-agents
+    assert trace.n_accesses == 47_061_278
+    assert int(trace.requests.input_tokens.sum()) == 3_012_680_174
+    assert build_tree(trace).n_blocks == 1_727_499
