@@ -326,9 +326,21 @@ class Scraper:
         except ValueError as error:
             raise ScrapeError(f"{url} is not JSON: {error}") from error
 
+    def _page(self, url: str, timeout_s: float) -> httpx.Response:
+        """One page within ``timeout_s`` in all: httpx bounds each read, not the sum of them."""
+        until = time.monotonic() + timeout_s
+        with self._client.stream("GET", url, timeout=timeout_s) as response:
+            body = bytearray()
+            for packet in response.iter_raw():
+                body += packet
+                if time.monotonic() > until:
+                    raise httpx.ReadTimeout(f"the page was not whole after {timeout_s:.1f} s")
+        return httpx.Response(response.status_code, content=bytes(body))
+
     def _get(self, url: str, timeout_s: float) -> httpx.Response:
+        timeout_s = min(timeout_s, SCRAPE_TIMEOUT_S)
         try:
-            response = self._client.get(url, timeout=min(timeout_s, SCRAPE_TIMEOUT_S))
+            response = self._page(url, timeout_s)
         except httpx.ConnectError as error:
             raise UnreachableError(f"GET {url}: {error}") from error
         except httpx.HTTPError as error:

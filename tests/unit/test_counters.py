@@ -1,3 +1,4 @@
+import contextlib
 import json
 import threading
 import time
@@ -97,6 +98,13 @@ def handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
             answer = stub.answer(self.path)
             if answer.code == 0:  # accept, then say nothing until the test is over
                 stub.gate.wait(10)
+                return
+            if answer.code == 1:  # a byte of a page that never ends, again and again
+                self.send_response(200)
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    while not stub.gate.wait(0.05):
+                        self.wfile.write(b"#")
                 return
             self.send_response(answer.code)
             for name, value in answer.headers.items():
@@ -858,6 +866,16 @@ def test_a_server_that_is_gone_ends_the_wait_at_once_without_a_reading(
     assert time.monotonic() - begun < 5
     assert settled.after is None
     assert "127.0.0.1:1/metrics" in settled.unsettled
+
+
+def test_a_page_that_dribbles_for_ever_cannot_hold_a_settle_past_its_deadline(vllm: Stub) -> None:
+    before = at(vllm, None, "before")
+    vllm.script["/metrics"] = [Answer("", code=1)]
+    begun = time.monotonic()
+    settled = settle(vllm, None, before, deadline_s=0.05)
+    assert time.monotonic() - begun < 4
+    assert "was not whole" in str(settled.unsettled)
+    assert settled.after is None
 
 
 def test_a_server_that_never_answers_cannot_hold_a_settle_past_its_deadline(vllm: Stub) -> None:
