@@ -6,7 +6,7 @@ PYTHON ?= python3 python3.11 python3.12 python3.13
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test
+.PHONY: help setup demo test versions
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1  \2/p' Makefile
@@ -28,3 +28,6 @@ test: setup ## set-up, then lint, format check, types and every test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+versions: setup ## compare the simulator with several vLLM versions; writes results/versions.json
+	@$(BIN)/python scripts/versions.py

@@ -283,7 +283,7 @@ def _contours(points: Sequence[dict[str, Any]], block: int, x: Chart, y: Chart) 
         shown += [(g, h) for g, h in sorted(least.items()) if h == smallest][:1]
         line = [{"x": g * block, "y": h * block, "text": f"{level:.0%}"} for g, h in shown]
         if line:
-            layers.append(_layer(line, {"type": "line", "color": "white", "strokeWidth": 1.5, "interpolate": "step-before"},
+            layers.append(_layer(line, {"type": "line", "color": "white", "strokeWidth": 1.5, "interpolate": "step-after"},
                                  x=x, y=y))  # fmt: skip
             layers.append(_layer(line[:1], {"type": "text", "color": "white", "dx": 14, "dy": -7},
                                  x=x, y=y, text={"field": "text"}))  # fmt: skip

@@ -82,7 +82,7 @@ class Report:
         """One figure; ``bar`` says what it must be, ``ok`` whether it is."""
         self.rows.append({"name": name, "value": value, "unit": unit, "bar": bar, "ok": ok})
         mark = {True: "ok", False: "BELOW THE BAR", None: ""}[ok]
-        print(f"{name:<66} {value:>12,.4g} {unit:<14} {bar:<34} {mark}", flush=True)
+        print(f"{name:<66} {value:>12,.4g} {unit:<14} {bar:<34} {mark}".rstrip(), flush=True)
 
     def skip(self, what: str) -> None:
         """Something that could not be measured here."""
@@ -248,7 +248,7 @@ def figures(folder: Path, agentic: Path) -> None:
          folder / "real-cliff.png")  # fmt: skip
     pairs = run_surface(loaded, Replay(), gpu="20k tokens..20M tokens:60",
                         host="20k tokens..20M tokens:60", chunk_tokens=256)  # fmt: skip
-    save(heat_map(pairs, title="The same: GPU × host, 256-token chunks"),
+    save(heat_map(pairs, title=f"{len(loaded.order):,} agentic requests over 24 h: GPU × host"),
          folder / "real-surface.png")  # fmt: skip
     text = json.dumps(shown.json, indent=1, ensure_ascii=False)
     (folder / "real-curve.json").write_text(text + "\n", "utf-8")

@@ -151,7 +151,7 @@ def caught(mutation: Mutation, runs: Sequence[tuple[RunFolder, Experiment]]) -> 
             experiment.plan.name: sum(not r.is_reconciled for r in compared(run, experiment))
             for run, experiment in runs
         }
-    return {name: count for name, count in counts.items() if count}
+    return {name: count for name, count in sorted(counts.items()) if count}
 
 
 def record(runs: Sequence[tuple[RunFolder, Experiment]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ failure names the seed of its workload; ``_mismatch(seed)`` alone reproduces it.
 """
 
 import importlib.util
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ MIN_LOST_STORES = 100
 @cache
 def _lmcache() -> SimpleNamespace:
     """The classes under comparison; imported on use, for it takes seconds and warns on the way."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # read once, by the first import
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
