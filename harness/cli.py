@@ -23,6 +23,7 @@ from harness.export import export as export_rows
 from harness.files import write_json
 from harness.findings import has_failed
 from harness.importing import import_rows
+from harness.latency_check import check_folder
 from harness.leftovers import deal_with_leftovers, one_at_a_time
 from harness.plan import Experiment, load_plan, preset_names, read_plan, resolve
 from harness.predict_requests import predict_file
@@ -273,6 +274,16 @@ def watch(run: RunPath) -> None:
     """Follow a running experiment."""
     with console.Watching() as watching:
         watch_run(run, watching.show)
+
+
+@app.command()
+def latency(run: RunPath, as_json: Json = False) -> None:
+    """Fit TTFT to a run's token splits."""
+    content = check_folder(run)
+    if as_json:
+        console.show_json(content)
+    else:
+        console.show_latency(content)
 
 
 @app.command()

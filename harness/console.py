@@ -329,6 +329,22 @@ def _cliff_cells(
     return (texts[0], texts[1], "yes" if planned["is_full"] else "no")
 
 
+def show_latency(content: dict[str, Any]) -> None:
+    """How well the latency model holds on a run, and its break-even, on stdout."""
+    held_out = content["held_out"]
+    out.print(
+        f"fitted on {content['calibration']['n']} requests, tested on {held_out['n']} others: "
+        f"median error {_percent(held_out.get('median_absolute_percentage_error'))}, "
+        f"largest {_percent(held_out.get('worst_absolute_percentage_error'))}",
+        soft_wrap=True,
+    )
+    out.print(content["break_even"]["statement"], markup=False, soft_wrap=True)
+
+
+def _percent(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.0f} %"
+
+
 def show_checks(checks: Sequence[dict[str, Any]]) -> None:
     """What the doctor found, on stdout."""
     table = Table(box=box.SIMPLE_HEAD)

@@ -41,7 +41,7 @@ class Outlook:
     def prompt_tokens(self) -> int:
         """Tokens of every prompt of the plan."""
         work = self.experiment.plan.workload
-        return work.document_tokens + work.question_tokens
+        return work.spec().longest_prompt_tokens
 
     def measured(self, arm: str, source: str, name: str | None = None) -> int:
         """Prompt tokens of ``source`` in an arm's measured requests, or those of pass ``name``."""
