@@ -75,8 +75,7 @@ def run_curve(
     """Hits at the capacities ``at`` (see ``capacity.FORMS``; default: a few over the whole range).
 
     ``targets``: shares of the ideal whose capacity is looked for. ``policies``: replayed at each
-    capacity, one by one. ``concurrency``: CSV of ``request,start_s,finish_s`` that replaces the
-    serial order. The JSON's hits are whole blocks of the trace.
+    capacity. ``concurrency``: CSV of ``request,start_s,finish_s`` instead of the serial order.
     """
     with input_errors():
         for policy in policies:
@@ -94,12 +93,7 @@ def run_curve(
         _add_bands(loaded, found, how, points, engine)
     _add_policies(loaded, points, policies)
     content = {
-        "schema": SCHEMA,
-        **head(loaded.tree),
-        "requests": found.requests,
-        "accesses": found.accesses,
-        "ideal_hit_blocks": found.ideal,
-        "ideal_hit_share": share_of(found.ideal, found.accesses),
+        **_curve_json(loaded, found),
         "exact_from_blocks": exact_from,
         "points": points,
         "targets": wanted,
@@ -107,6 +101,17 @@ def run_curve(
         "warnings": [*loaded.notes, *_too_small(loaded, capacities)],
     }
     return CurveRun(loaded, found, content)
+
+
+def _curve_json(loaded: Loaded, found: Curve) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        **head(loaded.tree),
+        "requests": found.requests,
+        "accesses": found.accesses,
+        "ideal_hit_blocks": found.ideal,
+        "ideal_hit_share": share_of(found.ideal, found.accesses),
+    }
 
 
 def _serial(loaded: Loaded, how: Replay, engine: str) -> Curve:
@@ -302,7 +307,18 @@ def run_surface(
         for g in gpu_blocks
         for h, c in zip(host_blocks, chunks, strict=True)
     ]
-    content = {
+    return SurfaceRun(loaded, found, _surface_json(loaded, how, found, points, gpu_blocks))
+
+
+def _surface_json(
+    loaded: Loaded,
+    how: Replay,
+    found: Surface,
+    points: list[dict[str, Any]],
+    gpu_blocks: Sequence[int],
+) -> dict[str, Any]:
+    chunk = found.chunk_tokens
+    return {
         "schema": SCHEMA,
         **head(loaded.tree),
         "requests": found.requests,
@@ -312,7 +328,6 @@ def run_surface(
         "assumptions": [*loaded.said, *_surface_assumptions(loaded, how, chunk)],
         "warnings": [*loaded.notes, *_too_small(loaded, gpu_blocks), *_useless_host(points)],
     }
-    return SurfaceRun(loaded, found, content)
 
 
 def _tier_capacities(loaded: Loaded, text: str | None) -> list[int]:

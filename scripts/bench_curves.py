@@ -142,8 +142,14 @@ def memory(report: Report, name: str, trace: Trace, tree: PrefixTree) -> None:
     report.add(f"{name}: loading the compiled file", loading * 1e3, "ms")
 
 
-def lmcache_sweep(report: Report, name: str, tree: PrefixTree, ours_s: float, points: int) -> None:
-    """LMCache's own sweep over the same trace; its hits must be those of our forward curve."""
+def lmcache_sweep(
+    report: Report, name: str, tree: PrefixTree, ours: tuple[str, float], points: int
+) -> None:
+    """LMCache's own sweep over the same trace; its hits must be those of our forward curve.
+
+    ``ours``: what its time is divided by, and the seconds of that. The bar is that of a trace of
+    4 M accesses or more.
+    """
     if importlib.util.find_spec("lmcache") is None:
         report.skip("LMCache's cache simulator: lmcache is not installed")
         return
@@ -168,8 +174,10 @@ def lmcache_sweep(report: Report, name: str, tree: PrefixTree, ours_s: float, po
     report.add(
         f"{name}: points where it disagrees with our forward curve", wrong, "", "0", not wrong
     )
-    ratio = sweep / ours_s
-    report.add(f"{name}: LMCache's sweep ÷ our whole curve", ratio, "×", "≥ 1,000", ratio >= 1000)
+    ratio = sweep / ours[1]
+    is_large = tree.n_accesses >= SYNTHETIC_ACCESSES
+    report.add(f"{name}: LMCache's sweep ÷ our {ours[0]}", ratio, "×",
+               "≥ 1,000" if is_large else "", ratio >= 1000 if is_large else None)  # fmt: skip
 
 
 def kvcache_simulator(report: Report, name: str, trace: Trace, ours_s: float) -> None:
@@ -221,8 +229,8 @@ def ingest(report: Report, path: str) -> None:
         report.add(f"JSON ingest, ours ÷ {name}", rate / other, "×")
 
 
-def cold_plot(report: Report, mooncake: Path) -> None:
-    """A fresh process from Mooncake JSONL to PNG, imports included, best of five."""
+def cold_plot(report: Report, mooncake: Path) -> float:
+    """A fresh process from Mooncake JSONL to PNG, imports included, best of five; CPU seconds."""
     walls, cpus = [], []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(5):
@@ -238,6 +246,7 @@ def cold_plot(report: Report, mooncake: Path) -> None:
         "Mooncake JSONL → PNG, a fresh process", min(walls), "s wall", "≤ 2", min(walls) <= 2
     )
     report.add("the same", min(cpus), "s CPU")
+    return min(cpus)
 
 
 def figures(folder: Path, agentic: Path) -> None:
@@ -283,7 +292,7 @@ def main() -> int:
     print(f"{about['cpu']}, {about['cores']} cores, load {about['load']:.1f}; {about['versions']}")
     trace = chat_trace(1, n_accesses=SYNTHETIC_ACCESSES)
     tree, ours = curves(report, "synthetic", trace, has_bars=False)
-    lmcache_sweep(report, "synthetic", tree, ours, given.sweep_points)
+    lmcache_sweep(report, "synthetic", tree, ("whole curve", ours), given.sweep_points)
     kvcache_simulator(report, "synthetic", trace, ours)
     if given.traces is None:
         report.skip("the real traces: give --traces or set KVCLIFF_TRACES")
@@ -301,9 +310,9 @@ def main() -> int:
 def _real(report: Report, folder: Path) -> None:
     agentic, mooncake = folder / AGENTIC, folder / "mooncake_conversation.jsonl"
     if mooncake.exists():
-        cold_plot(report, mooncake)
+        cold_s = cold_plot(report, mooncake)
         small = build_tree(read_trace(str(mooncake)))
-        lmcache_sweep(report, "Mooncake", small, cpu_s(lambda: curve(small, engine="numba")), 30)
+        lmcache_sweep(report, "Mooncake", small, ("process from JSONL to PNG", cold_s), 30)
     if not agentic.exists():
         report.skip(f"the agentic sessions: no {agentic.name}")
         return

@@ -197,22 +197,23 @@ def belady(paths: Paths, capacity: int) -> int:
 
     After each request the cache may hold any ``capacity`` of the blocks it had and those that
     came; the ones with the nearest next use are kept (optimal, as for intervals on machines). A
-    block's ancestors are never asked for later than it is, so the prefix rule costs nothing.
+    block's ancestors are never asked for later than it is, so the prefix rule costs nothing: of
+    equals the deepest could leave, and which one does changes no count.
     """
     if capacity < 0:
         raise ValueError(f"a capacity of {capacity}; 0 is the smallest")
     next_use = _next_uses(paths)
     due: dict[int, int] = {}  # resident block → number of the request that asks for it next
-    latest: list[tuple[int, int, int]] = []  # (−next use, −depth, block), stale entries included
+    latest: list[tuple[int, int]] = []  # (−next use, block), entries of earlier uses included
     hits = 0
     for path, nexts in zip(paths, next_use, strict=True):
-        for depth, (key, soon) in enumerate(zip(path, nexts, strict=True)):
+        for key, soon in zip(path, nexts, strict=True):
             hits += due.pop(key, None) is not None
             if soon is not None:
                 due[key] = soon
-                heapq.heappush(latest, (-soon, -depth, key))
+                heapq.heappush(latest, (-soon, key))
         while len(due) > capacity:
-            soon, _, key = heapq.heappop(latest)
+            soon, key = heapq.heappop(latest)
             if due.get(key) == -soon:
                 del due[key]
     return hits

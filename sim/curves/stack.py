@@ -61,22 +61,19 @@ def curve(
 ) -> Curve:
     """The exact curve of ``tree``'s requests, served one after the other.
 
-    ``order``: request numbers as served (default: by arrival). ``unit_tokens``: the cache's block
-    or chunk size (default: the trace's). ``forward``: LMCache's own simulator's order.
-    ``last_token``: vLLM's rule that a prompt's last token is always computed. ``decode``: generated
-    tokens take blocks as well. ``warm_up``: this share of the requests, the first ones, only warms
-    the cache. Raises ValueError for values out of range.
+    ``order``: requests as served (default: by arrival). ``unit_tokens``: the cache's block or chunk
+    (default: the trace's). ``forward``: LMCache's simulator's order. ``last_token``: vLLM's rule.
+    ``decode``: generated tokens take blocks too. ``warm_up``: the first share of the requests only
+    warms the cache. Raises ValueError for values out of range.
     """
     order = tree.requests.order() if order is None else order
     unit = unit_tokens or tree.requests.block_tokens
     begin, finish = in_units(tree, unit)
     blocks = path_units(tree, finish)
-    n = len(order)
-    first = first_counted(n, warm_up)
+    n, first = len(order), first_counted(len(order), warm_up)
     tail = decode_units(tree, unit, blocks) if decode else np.zeros(n, dtype=np.int64)
     # No distance exceeds all units there are; memory behind the farthest hit is never touched.
     diff = np.zeros(int((finish - begin).sum() + tail.sum()) + 2, dtype=np.int64)
-    work = 12 * n + len(tree.parent)
     n_runs = len(tree.parent) + 1
     farthest = run(
         stack_curve,
@@ -86,7 +83,7 @@ def curve(
         *(first, int(forward), np.full(len(tree.parent), -1, dtype=np.int64)),
         *(np.zeros(n + 1, dtype=np.int64), *(np.zeros(n_runs, dtype=np.int64) for _ in range(3))),
         diff,
-        compiled=use_numba(work, engine),
+        compiled=use_numba(12 * n + n_runs, engine),
     )
     # Once cumulated it counts the hits at each stack distance, twice those up to it.
     hits = diff[: farthest + 1]

@@ -50,9 +50,8 @@ def surface(
 ) -> Surface:
     """The exact split at every pair of the capacities given, of a serial replay.
 
-    ``gpu_tokens`` and ``chunk_tokens`` (default: the trace's block) may be any sizes; neither has
-    to divide the other. Capacities are sorted and made unique. ``last_token``: vLLM's rule that a
-    prompt's last token is always computed. Raises ValueError for values out of range.
+    ``gpu_tokens`` and ``chunk_tokens`` (default: the trace's block) need not divide each other.
+    Capacities are sorted and made unique. Raises ValueError for values out of range.
     """
     order = tree.requests.order() if order is None else order
     gpu = gpu_tokens or tree.requests.block_tokens
@@ -61,9 +60,8 @@ def surface(
     first = first_counted(len(order), warm_up)
     table = np.zeros((len(gpu_edges) + 1) * (len(host_edges) + 1), dtype=np.int64)
     length = tree.blocks_of_requests() * tree.requests.block_tokens
-    room = len(tree.parent) + 1
     fenwicks = [np.zeros(len(order) + 1, dtype=np.int64) for _ in range(2)]
-    buffers = [np.zeros(room, dtype=np.int64) for _ in range(7)]
+    buffers = [np.zeros(len(tree.parent) + 1, dtype=np.int64) for _ in range(7)]
     run(
         stack_surface,
         *(read_only(order), read_only(tree.last_edge), read_only(tree.parent)),

@@ -102,7 +102,7 @@ def test_chunk_hashes_of_different_models_are_different_chunks(tmp_path: Path) -
 
 def test_weka_ids_are_local_to_a_session_whose_start_is_unknown(tmp_path: Path) -> None:
     write(tmp_path / "a.json", weka("a", [[1, 2], [1, 2, 3]]))
-    write(tmp_path / "b.json", weka("b", [[1, 2]]))
+    write(tmp_path / "b.json", weka("b", [[0, 2]]))
     trace = read_trace(str(tmp_path))
     first, second, third = paths(trace)
     assert first == second[:2]
@@ -130,7 +130,7 @@ def test_sessions_of_both_scopes_do_not_mix_their_ids(tmp_path: Path) -> None:
 
 
 def test_a_session_that_comes_back_with_new_ids_runs_into_no_other(tmp_path: Path) -> None:
-    rows = [weka("a", [[1, 2]]), weka("b", [[1, 2]]), weka("a", [[1, 2, 9]])]
+    rows = [weka("a", [[1, 2]]), weka("b", [[1, 2]]), weka("a", [[1, 2, 4]])]
     for engine in ("plain", "numba"):
         first, second, third = paths(read_trace(write(tmp_path / "t", *rows), engine=engine))
         assert first == third[:2]
@@ -204,6 +204,14 @@ def test_ids_of_any_size_stay_distinct(tmp_path: Path, size: int) -> None:
     for engine in ("plain", "numba"):
         (path,) = paths(read_trace(write(tmp_path / "t", row), engine=engine))
         assert len(set(path)) == 3
+
+
+@pytest.mark.parametrize("wrap", [2**32, 2**63, 2**64])
+def test_ids_that_are_equal_in_too_few_bits_are_different_blocks(tmp_path: Path, wrap: int) -> None:
+    row = MOONCAKE | {"hash_ids": [3, wrap + 3]}
+    for engine in ("plain", "numba"):
+        (path,) = paths(read_trace(write(tmp_path / "t", row), engine=engine))
+        assert len(set(path)) == 2
 
 
 def test_blank_lines_byte_order_mark_and_crlf_are_no_rows(tmp_path: Path) -> None:

@@ -33,16 +33,15 @@ def common_length(ids: Numbers, a: int, b: int, n: int) -> int:
     return i
 
 
-def split(
-    f: int, at: int, r: int, q: int, n_edges: int, parent: Numbers, start: Numbers, last: Numbers,
+def grow(
+    edge: int, node: int, begin: int, stop: int, r: int, parent: Numbers, start: Numbers,
+    end: Numbers, last: Numbers,
 ) -> None:  # fmt: skip
-    """Cut edge ``f`` of request ``q`` at depth ``at``; the new edge is the upper part, on r's path."""
-    parent[n_edges] = parent[f]
-    start[n_edges] = start[f]
-    last[n_edges] = r
-    last[f] = q
-    parent[f] = n_edges
-    start[f] = at
+    """Make ``edge`` the blocks [begin, stop) of request r below ``node``."""
+    parent[edge] = node
+    start[edge] = begin
+    end[edge] = stop
+    last[edge] = r
 
 
 def put(
@@ -53,6 +52,20 @@ def put(
     key_node[slot] = node
     key_block[slot] = block
     key_edge[slot] = edge
+
+
+def cut(
+    f: int, at: int, q: int, base: int, upper: int, ids: Numbers, parent: Numbers, start: Numbers,
+    last: Numbers, key_node: Numbers, key_block: Numbers, key_edge: Numbers,
+) -> None:  # fmt: skip
+    """Leave edge ``f``, of request q's path at ``base``, what is below depth ``at``."""
+    slot = child_of(parent[f], ids[base + start[f]], key_node, key_block, key_edge)
+    key_edge[slot] = upper
+    slot = child_of(upper, ids[base + at], key_node, key_block, key_edge)
+    put(slot, upper, ids[base + at], f, key_node, key_block, key_edge)
+    parent[f] = upper
+    start[f] = at
+    last[f] = q
 
 
 def insert(
@@ -74,10 +87,7 @@ def insert(
         e = key_edge[slot]
         if e < 0:
             put(slot, node, ids[base + x], n_edges, key_node, key_block, key_edge)
-            parent[n_edges] = node
-            start[n_edges] = x
-            end[n_edges] = n
-            last[n_edges] = r
+            grow(n_edges, node, x, n, r, parent, start, end, last)
             node = n_edges
             n_edges += 1
             break
@@ -90,12 +100,8 @@ def insert(
             f = parent[f]
         node = f
         if x < end[f]:
-            upper = child_of(parent[f], ids[other + start[f]], key_node, key_block, key_edge)
-            split(f, x, r, q, n_edges, parent, start, last)
-            end[n_edges] = x
-            key_edge[upper] = n_edges
-            lower = child_of(n_edges, ids[other + x], key_node, key_block, key_edge)
-            put(lower, n_edges, ids[other + x], f, key_node, key_block, key_edge)
+            grow(n_edges, parent[f], start[f], x, r, parent, start, end, last)
+            cut(f, x, q, other, n_edges, ids, parent, start, last, key_node, key_block, key_edge)
             node = n_edges
             n_edges += 1
     last_edge[r] = node

@@ -8,6 +8,7 @@ blocks of one run (consecutive, one owner) stand at consecutive stack distances.
 """
 
 from sim.curves.kernels import Numbers
+from sim.curves.kernels.fenwick import add
 
 
 def top_of_run(owner: Numbers, low: int, i: int) -> int:
@@ -59,3 +60,16 @@ def gather_runs(
             owner[i] = now
         edge = parent[low]
     return n
+
+
+def take_away(
+    n: int, begin: Numbers, finish: Numbers, run_owner: Numbers, run_top: Numbers,
+    run_bottom: Numbers, sums: Numbers, total: int,
+) -> int:  # fmt: skip
+    """Take the runs' units from their owners; returns what of ``total`` is left."""
+    for k in range(n):
+        if run_owner[k] >= 0:
+            gone = finish[run_bottom[k]] - begin[run_top[k]]
+            add(sums, run_owner[k] + 1, -gone)
+            total -= gone
+    return total

@@ -2,7 +2,21 @@
 
 from sim.curves.kernels import Numbers
 from sim.curves.kernels.fenwick import add, prefix
-from sim.curves.kernels.runs import gather_runs
+from sim.curves.kernels.runs import gather_runs, take_away
+
+
+def count_run(hit: int, owner: int, total: int, forward: int, sums: Numbers, diff: Numbers) -> int:
+    """Count the ``hit`` units of a run of ``owner``'s; returns the distance of the last of them."""
+    if forward:
+        # The run's first unit is the oldest its owner has: all of the owner's precede it.
+        at = total - prefix(sums, owner)
+        diff[at] += hit
+        diff[at + 1] -= hit
+        return at
+    newer = total - prefix(sums, owner + 1)
+    diff[newer + 1] += 1
+    diff[newer + hit + 1] -= 1
+    return newer + hit
 
 
 def stack_curve(
@@ -29,29 +43,10 @@ def stack_curve(
             n = gather_runs(edge, now, owner, parent, head, run_owner, run_top, run_bottom)
             for k in range(n):
                 q = run_owner[k]
-                if q < 0:
-                    continue
-                a = begin[run_top[k]]
-                b = finish[run_bottom[k]]
-                newer = total - prefix(sums, q + 1)
-                hit = min(b, cap[r]) - a
-                if hit > 0 and now >= first_counted:
-                    if forward:
-                        # The run's first unit is the oldest q owns: all of q's units precede it.
-                        at = total - prefix(sums, q)
-                        diff[at] += hit
-                        diff[at + 1] -= hit
-                        farthest = max(farthest, at)
-                    else:
-                        diff[newer + 1] += 1
-                        diff[newer + hit + 1] -= 1
-                        farthest = max(farthest, newer + hit)
-            for k in range(n):
-                q = run_owner[k]
-                if q >= 0:
-                    gone = finish[run_bottom[k]] - begin[run_top[k]]
-                    add(sums, q + 1, -gone)
-                    total -= gone
+                hit = min(finish[run_bottom[k]], cap[r]) - begin[run_top[k]]
+                if q >= 0 and hit > 0 and now >= first_counted:
+                    farthest = max(farthest, count_run(hit, q, total, forward, sums, diff))
+            total = take_away(n, begin, finish, run_owner, run_top, run_bottom, sums, total)
         add(sums, now + 1, weight)
         total += weight
     return farthest

@@ -2,7 +2,7 @@
 
 from sim.curves.kernels import Numbers
 from sim.curves.kernels.fenwick import add, prefix
-from sim.curves.kernels.runs import gather_runs
+from sim.curves.kernels.runs import gather_runs, take_away
 
 
 def bin_of(edges: Numbers, distance: int) -> int:
@@ -69,12 +69,7 @@ def shifts(
         if run_owner[k] >= 0:
             newer = total - prefix(sums, run_owner[k] + 1)
             shift[k] = newer + 1 - begin[run_top[k]]
-    for k in range(n):
-        if run_owner[k] >= 0:
-            gone = finish[run_bottom[k]] - begin[run_top[k]]
-            add(sums, run_owner[k] + 1, -gone)
-            total -= gone
-    return total
+    return take_away(n, begin, finish, run_owner, run_top, run_bottom, sums, total)
 
 
 def overlay(
