@@ -14,7 +14,7 @@ from servers.arms import Arm
 from servers.command import Ports, render
 from sim.predict import Prediction
 
-# From results/20261129T162315Z-demo-ccae8dec (tiny model, one CPU thread): a session spends about
+# From results/20261129T174919Z-demo-a2d14adc (tiny model, one CPU thread): a session spends about
 # 23 s on starting and stopping, and 0.33 ms a computed token. Only the order of magnitude is promised.
 _SESSION_S = 23.0
 _CPU_PREFILL_S_PER_TOKEN = 0.33e-3
