@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from harness import console
+from harness.curve_cli import add_to as add_trace_commands
 from harness.deployment import describe, read_deployment
 from harness.doctor import check_machine
 from harness.errors import InputError, KvcliffError, MachineError
@@ -321,6 +322,9 @@ def _write(path: Path, content: Any) -> None:
         if error.errno not in (errno.EROFS, errno.EACCES):
             raise
         console.say(f"not written: {path}: {error.strerror}")
+
+
+add_trace_commands(app)
 
 
 def _cache_dir() -> Path:

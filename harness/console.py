@@ -329,6 +329,32 @@ def _cliff_cells(
     return (texts[0], texts[1], "yes" if planned["is_full"] else "no")
 
 
+def show_trace(content: dict[str, Any]) -> None:
+    """What a trace command found: plain fields, points and targets as tables, assumptions last."""
+    lists = {name: rows for name, rows in content.items() if isinstance(rows, list)}
+    for name, value in content.items():
+        if name not in lists and not isinstance(value, dict):
+            out.print(f"{name.replace('_', ' ')}: {_plain(value)}", markup=False, soft_wrap=True)
+    for name in ("points", "targets"):
+        rows = lists.get(name)
+        if rows:
+            columns = [k for k, v in rows[0].items() if not isinstance(v, dict | list)]
+            table = _table(name, *(column.replace("_", " ") for column in columns))
+            for row in rows:
+                table.add_row(*(_plain(row[column]) for column in columns))
+            out.print(table)
+    for text in lists.get("assumptions", []):
+        out.print(f"assumed: {text}", markup=False, soft_wrap=True)
+    for text in lists.get("warnings", []):
+        say(f"warning: {text}")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else "–" if value is None else str(value)
+
+
 def show_latency(content: dict[str, Any]) -> None:
     """How well the latency model holds on a run, and its break-even, on stdout."""
     held_out = content["held_out"]

@@ -123,6 +123,33 @@ def test_verbose_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture[s
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_the_trace_commands_answer_in_the_published_fields(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # Blocks 1 2 | 1 2 | 3 | 1 2. Capacity 2: the second request hits both, 3 then evicts the tail
+    # block 2, so the last one hits only block 1. Capacity 3 and more: nothing is evicted.
+    rows = [[1, 2], [1, 2], [3], [1, 2]]
+    (tmp_path / "t.jsonl").write_text(
+        "".join(
+            json.dumps({"timestamp": i * 1000, "input_length": 512 * len(ids),
+                        "output_length": 1, "hash_ids": ids}) + "\n"
+            for i, ids in enumerate(rows)
+        )
+    )  # fmt: skip
+    assert kvcliff("curve", "t.jsonl", "--at", "1,2,3", "--json") == 0
+    content = json.loads(capsys.readouterr().out)
+    counts = ("requests", "accesses", "distinct_blocks", "block_size")
+    assert [content[name] for name in counts] == [4, 7, 3, 512]
+    points = [(point["gpu_blocks"], point["hit_blocks"]) for point in content["points"]]
+    assert points == [(1, 1), (2, 3), (3, 4)]
+    assert kvcliff("surface", "t.jsonl", "--gpu", "2", "--host", "3", "--json") == 0
+    (point,) = json.loads(capsys.readouterr().out)["points"]
+    assert (point["hit_blocks"], point["host_loaded_blocks"]) == (3, 1)
+    assert kvcliff("compile", "t.jsonl", "t.kvtrace.npz") == 0
+    assert kvcliff("describe", "t.kvtrace.npz", "--json") == 0
+    assert kvcliff("curve", "t.jsonl", "--plot", "cliff.gif") == 2
+
+
 def test_a_cache_folder_that_cannot_be_made_is_an_environment_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

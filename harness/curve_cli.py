@@ -1,0 +1,250 @@
+"""The trace commands: ``kvcliff compile``, ``curve``, ``surface``, ``convert``, ``describe``.
+
+numpy, numba and the plots are imported inside the commands: no other command needs them.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from harness import console
+
+if TYPE_CHECKING:
+    from harness.curve_plots import Chart
+    from harness.curve_traces import TraceOptions
+
+Trace = Annotated[
+    str, typer.Argument(help="Trace file, folder or archive, compiled or not; - reads stdin.")
+]
+BlockTokens = Annotated[
+    int | None, typer.Option(help="Tokens of a block, for formats that do not say it.")
+]
+FullBlocks = Annotated[
+    bool, typer.Option("--full-blocks", help="Leave out blocks a prompt does not fill.")
+]
+SpreadHours = Annotated[
+    float | None,
+    typer.Option(help="Start sessions without start times over so many hours.", show_default="24"),
+]
+Seed = Annotated[int, typer.Option(help="Seed of those starts.")]
+TimeScale = Annotated[float, typer.Option(help="Stretch the sessions' starts by this factor.")]
+Model = Annotated[
+    str | None, typer.Option(help="Model folder, config.json or downloaded hub id: gives GiB.")
+]
+KvDtype = Annotated[str, typer.Option(help="What the KV cache is kept in, e.g. bfloat16, fp8.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+LastToken = Annotated[
+    bool,
+    typer.Option("--last-token", help="A fully cached prompt recomputes its last block, as vLLM."),
+]
+WarmUp = Annotated[float, typer.Option(help="Share of the requests that only warm the caches.")]
+Plots = Annotated[
+    list[Path] | None, typer.Option("--plot", help="Write a plot: .png, .svg, .html or .json.")
+]
+Csv = Annotated[Path | None, typer.Option("--csv", help="Write the points as CSV.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the trace commands with the command line ``app``."""
+    app.command(name="compile")(compile_command)
+    for command in (curve, surface, convert, describe):
+        app.command()(command)
+
+
+def compile_command(
+    trace: Trace,
+    output: Annotated[Path, typer.Argument(help="Where to write it: NAME.kvtrace.npz.")],
+    block_tokens: BlockTokens = None,
+    full_blocks: FullBlocks = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compile a trace to a small file."""
+    from harness.curve_traces import compile_trace
+
+    _show(compile_trace(trace, output, _options(block_tokens, full_blocks)), as_json=as_json)
+
+
+def describe(
+    trace: Trace,
+    block_tokens: BlockTokens = None,
+    full_blocks: FullBlocks = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a trace holds."""
+    from harness.curve_traces import describe as describe_trace
+
+    _show(describe_trace(trace, _options(block_tokens, full_blocks)), as_json=as_json)
+
+
+def convert(
+    trace: Trace,
+    output: Annotated[Path, typer.Argument(help="File to write.")],
+    target: Annotated[str, typer.Option("--to", help="lmcache or mooncake.")] = "lmcache",
+    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a written chunk.")] = None,
+    block_tokens: BlockTokens = None,
+    full_blocks: FullBlocks = False,
+    model: Model = None,
+    kv_dtype: KvDtype = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Write a trace for another tool."""
+    from harness.curve_traces import convert_trace
+
+    content = convert_trace(
+        trace,
+        output,
+        target,
+        _options(block_tokens, full_blocks),
+        chunk_tokens=chunk_tokens,
+        model=_model(model),
+        kv_dtype=kv_dtype,
+    )
+    _show(content, as_json=as_json)
+
+
+def curve(
+    trace: Trace,
+    at: Annotated[
+        str | None,
+        typer.Option(help="Capacities: 100 (blocks), 2M tokens, 40 GiB, LOW..HIGH:N, commas."),
+    ] = None,
+    target: Annotated[
+        list[float] | None, typer.Option(help="Capacity for this share of the ideal hits.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Replay fifo, lru, mru, lfu, arc or belady too.")
+    ] = None,
+    bands: Annotated[
+        bool, typer.Option("--bands", help="Bands where only bands are honest.")
+    ] = False,
+    concurrency: Annotated[
+        Path | None, typer.Option(help="CSV of request,start_s,finish_s: overlapping requests.")
+    ] = None,
+    last_token: LastToken = False,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Generated tokens take blocks too.")
+    ] = False,
+    warm_up: WarmUp = 0.0,
+    lmcache_order: Annotated[
+        bool, typer.Option("--lmcache-order", help="Touch forward, as LMCache's simulator does.")
+    ] = False,
+    block_tokens: BlockTokens = None,
+    full_blocks: FullBlocks = False,
+    spread_hours: SpreadHours = None,
+    seed: Seed = 0,
+    time_scale: TimeScale = 1.0,
+    model: Model = None,
+    kv_dtype: KvDtype = "auto",
+    mark: Annotated[int | None, typer.Option(help="Your GPU's blocks, marked in the plot.")] = None,
+    plot: Plots = None,
+    csv: Csv = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hits at every GPU capacity, exactly."""
+    from harness.curve_commands import Replay, run_curve, write_csv
+    from harness.curve_traces import load
+
+    options = _options(block_tokens, full_blocks, spread_hours, seed, time_scale)
+    loaded = load(trace, options, model=_model(model), kv_dtype=kv_dtype)
+    run = run_curve(
+        loaded,
+        Replay(last_token=last_token, decode=decode, warm_up=warm_up, forward=lmcache_order),
+        at=at,
+        targets=target or (),
+        policies=policy or (),
+        with_bands=bands,
+        concurrency=concurrency,
+    )
+    if csv:
+        write_csv(run.json, csv)
+    if plot:
+        from harness.curve_plots import cliff
+
+        _save(cliff(run, mark_blocks=mark), plot)
+    _show(run.json, as_json=as_json)
+
+
+def surface(
+    trace: Trace,
+    gpu: Annotated[str | None, typer.Option(help="GPU capacities, as for `curve --at`.")] = None,
+    host: Annotated[str | None, typer.Option(help="Host capacities, likewise.")] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a host chunk; LMCache's default is 256.")
+    ] = None,
+    last_token: LastToken = False,
+    warm_up: WarmUp = 0.0,
+    block_tokens: BlockTokens = None,
+    full_blocks: FullBlocks = False,
+    spread_hours: SpreadHours = None,
+    seed: Seed = 0,
+    time_scale: TimeScale = 1.0,
+    model: Model = None,
+    kv_dtype: KvDtype = "auto",
+    plot: Plots = None,
+    csv: Csv = None,
+    as_json: AsJson = False,
+) -> None:
+    """Token sources at every GPU x host capacity."""
+    from harness.curve_commands import Replay, run_surface, write_csv
+    from harness.curve_traces import load
+
+    options = _options(block_tokens, full_blocks, spread_hours, seed, time_scale)
+    loaded = load(trace, options, model=_model(model), kv_dtype=kv_dtype)
+    run = run_surface(
+        loaded,
+        Replay(last_token=last_token, warm_up=warm_up),
+        gpu=gpu,
+        host=host,
+        chunk_tokens=chunk_tokens,
+    )
+    if csv:
+        write_csv(run.json, csv)
+    if plot:
+        from harness.curve_plots import heat_map
+
+        _save(heat_map(run), plot)
+    _show(run.json, as_json=as_json)
+
+
+def _options(
+    block_tokens: int | None,
+    full_blocks: bool,
+    spread_hours: float | None = None,
+    seed: int = 0,
+    time_scale: float = 1.0,
+) -> "TraceOptions":
+    from harness.curve_traces import TraceOptions
+
+    return TraceOptions(
+        block_tokens=block_tokens,
+        full_blocks=full_blocks,
+        spread_hours=spread_hours,
+        seed=seed,
+        time_scale=time_scale,
+    )
+
+
+def _model(name: str | None) -> Path | None:
+    from harness.curve_traces import input_errors
+    from sim.geometry import find_model
+
+    if name is None:
+        return None
+    with input_errors():
+        return find_model(name)
+
+
+def _save(chart: "Chart", plots: list[Path]) -> None:
+    from harness.curve_plots import save
+
+    for path in plots:
+        save(chart, path)
+        console.say(f"wrote {path}")
+
+
+def _show(content: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        console.show_json(content)
+    else:
+        console.show_trace(content)
