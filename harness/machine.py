@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 
+from servers.gpu_memory import ask_nvidia_smi
+
 
 def machine_facts() -> dict[str, Any]:
     """Facts of this machine and of the checkout the code runs from; None where unknown."""
@@ -61,16 +63,6 @@ def _cpu_name() -> str:
 
 
 def gpu_names() -> list[str] | None:
-    """Names of the NVIDIA GPUs nvidia-smi lists; None when it does not answer."""
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return [line.strip() for line in answer.stdout.splitlines() if line.strip()] or None
+    """Name, driver and memory of the NVIDIA GPUs; None when nvidia-smi does not answer."""
+    answer = ask_nvidia_smi("name", "driver_version", "memory.total") or ""
+    return [line.strip() for line in answer.splitlines() if line.strip()] or None

@@ -54,9 +54,15 @@ def _busier(before: UsedBytes, now: UsedBytes) -> dict[str, int]:
 
 def read_used() -> dict[str, int | None]:
     """Used bytes of every GPU nvidia-smi lists; empty when it does not answer within 20 s."""
+    return parse_used(ask_nvidia_smi("uuid", "memory.used", units=False) or "")
+
+
+def ask_nvidia_smi(*fields: str, units: bool = True) -> str | None:
+    """Its answer, one line of comma-separated ``fields`` a GPU; None when it does not answer."""
+    form = "csv,noheader" if units else "csv,noheader,nounits"
     try:
         answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", f"--query-gpu={','.join(fields)}", f"--format={form}"],
             capture_output=True,
             text=True,
             errors="replace",
@@ -64,8 +70,8 @@ def read_used() -> dict[str, int | None]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return {}
-    return parse_used(answer.stdout)
+        return None
+    return answer.stdout
 
 
 def parse_used(text: str) -> dict[str, int | None]:
