@@ -304,6 +304,12 @@ def _impossible(plan: Plan) -> list[str]:
             f"server.max_num_batched_tokens is {server.max_num_batched_tokens}, but a prompt has "
             f"{prompt} tokens; a prefill in several steps is not predictable to the token"
         )
+    n_base, n_tier = plan.order.count("baseline"), plan.order.count("lmcache")
+    if n_base and n_tier and n_base != n_tier:
+        problems.append(
+            f"order has {n_base} baseline and {n_tier} lmcache sessions; they are compared in "
+            "pairs, so there must be as many of each"
+        )
     problems += _impossible_tiers(plan)
     if "control" in plan.order and plan.control is None:
         problems.append("order names control, but there is no [control] section")

@@ -240,6 +240,26 @@ def test_servers_whose_counters_do_not_start_fresh_are_refused_before_any_measur
     assert all_rows(the_run(tmp_path)) == []
 
 
+@pytest.mark.parametrize(
+    "series",
+    [
+        ["vllm:request_success_total"],
+        ["vllm:kv_cache_usage_perc"],
+        ["vllm:prompt_tokens_by_source_total", "vllm:prefix_cache_hits_total"],
+    ],
+)
+def test_a_server_without_the_needed_series_is_refused_before_any_measurement(
+    kvcliff: Kvcliff, plan: Path, tmp_path: Path, series: list[str]
+) -> None:
+    # A25, A26: a renamed or missing counter is never read as zero.
+    plan.write_text(plan.read_text() + "[deadlines]\nsettle_s = 1\n")
+    gone = [{"match": {"all": True}, "do": [{"missing_series": series}]}]
+    done = kvcliff("run", str(plan), script=gone)
+    assert done.returncode == 3, done.stderr
+    assert series[0] in done.stderr
+    assert all_rows(the_run(tmp_path)) == []
+
+
 def test_a_slow_first_request_is_warm_up_and_in_no_result(
     kvcliff: Kvcliff, plan: Path, tmp_path: Path
 ) -> None:

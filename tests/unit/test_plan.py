@@ -40,6 +40,8 @@ def test_a_plan_survives_being_written_and_read_again() -> None:
         ("schema = 2", "schema: .*1, got 2"),
         ('order = ["baseline", "lmcach"]', "order.1: .*'baseline', 'lmcache' or 'control'"),
         ('order = ["baseline", "control"]', r"order names control, but there is no \[control\]"),
+        # A49: unequal arms cannot be paired, and drift would favour one of them.
+        ('order = ["baseline", "lmcache", "lmcache"]', "order has 1 baseline and 2 lmcache"),
         ("sede = 1", "workload.sede: .*not permitted"),
     ],
 )
