@@ -21,7 +21,7 @@ from harness.errors import InputError, KvcliffError, MachineError
 from harness.evidence import publish, summarize_stream
 from harness.export import FORMS
 from harness.export import export as export_rows
-from harness.files import write_json
+from harness.files import refuse_evidence, write_json
 from harness.findings import has_failed
 from harness.importing import import_rows
 from harness.latency_check import check_folder
@@ -227,9 +227,13 @@ def report(
     """Write the report of a run as one HTML file."""
     from harness.report import write_report  # here: charts take a second to import
 
+    out = out or run / "report.html"
+    if out.suffix != ".html":
+        raise InputError(f"--out is {str(out)!r}; the report's name must end in .html")
+    refuse_evidence(out)
     if (run / PLAN_FILE).exists():  # an imported run has no plan: its files are as imported
         publish(RunFolder(run), write=_write)
-    for path in write_report(run, out or run / "report.html", png=png, svg=svg, markdown=md):
+    for path in write_report(run, out, png=png, svg=svg, markdown=md):
         console.show_text(str(path))
 
 
@@ -257,6 +261,8 @@ def export(
     form: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMS)}.")] = "csv",
 ) -> None:
     """Write a run in a format other tools read."""
+    if not out.is_dir():
+        refuse_evidence(out)
     for path in export_rows(run, form, out):
         console.show_text(str(path))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness import console
+from harness.files import refuse_evidence
 
 if TYPE_CHECKING:
     from harness.curve_plots import Chart
@@ -62,6 +63,7 @@ def compile_command(
     """Compile a trace to a small file."""
     from harness.curve_traces import compile_trace
 
+    refuse_evidence(output)
     _show(compile_trace(trace, output, _options(block_tokens, full_blocks)), as_json=as_json)
 
 
@@ -91,6 +93,7 @@ def convert(
     """Write a trace for another tool."""
     from harness.curve_traces import convert_trace
 
+    refuse_evidence(output)
     content = convert_trace(
         trace,
         output,
@@ -157,6 +160,7 @@ def curve(
         concurrency=concurrency,
     )
     if csv:
+        refuse_evidence(csv)
         write_csv(run.json, csv)
     if plot:
         from harness.curve_plots import cliff
@@ -199,6 +203,7 @@ def surface(
         chunk_tokens=chunk_tokens,
     )
     if csv:
+        refuse_evidence(csv)
         write_csv(run.json, csv)
     if plot:
         from harness.curve_plots import heat_map
@@ -239,6 +244,7 @@ def _save(chart: "Chart", plots: list[Path]) -> None:
     from harness.curve_plots import save
 
     for path in plots:
+        refuse_evidence(path)
         save(chart, path)
         console.say(f"wrote {path}")
 

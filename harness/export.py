@@ -35,7 +35,7 @@ def export(run: Path, form: str, out: Path) -> list[Path]:
     if form not in FORMS:
         raise InputError(f"format {form!r} is none of {', '.join(FORMS)}")
     folder = RunFolder(run)
-    version = folder.read_manifest()["kvcliff"]
+    version = str(folder.read_manifest().get("kvcliff"))
     model = read_plan(run / PLAN_FILE).model.path
     writers: dict[str, Callable[[Sequence[Row], Path], list[Path]]] = {
         "csv": _write_csv,

@@ -86,7 +86,13 @@ def dump_json(value: Any) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` (UTF-8) in one step; a crash leaves the old file or the new."""
+    """Replace ``path`` by ``text`` (UTF-8) in one step; a crash leaves the old file or the new.
+
+    A link is followed. Anything that is no regular file, a device above all, is refused
+    (InputError): the step is a rename, and would put a file in its place.
+    """
+    path = path.resolve()
+    refuse_irregular(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -96,6 +102,24 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def refuse_irregular(path: Path) -> None:
+    """InputError when ``path`` is there and no regular file: a rename would replace a device."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is no regular file; give the name of a file to write")
+
+
+def refuse_evidence(path: Path) -> None:
+    """InputError when ``path`` is a file a run folder's results rest on, or no regular file."""
+    refuse_irregular(path)
+    target = path.resolve()
+    is_run = (target.parent / "manifest.json").exists()
+    if is_run and target.suffix in (".toml", ".jsonl", ".json", ".log"):
+        raise InputError(
+            f"{path} lies among the files of a run and would take the place of one",
+            hint="write it somewhere else",
+        )
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:

@@ -310,6 +310,13 @@ def _impossible(plan: Plan) -> list[str]:
             f"order has {n_base} baseline and {n_tier} lmcache sessions; they are compared in "
             "pairs, so there must be as many of each"
         )
+    compared = [arm for arm in plan.order if arm != "control"]
+    pairs = zip(compared[::2], compared[1::2], strict=False)
+    if n_base and n_tier and any(first == second for first, second in pairs):
+        problems.append(
+            f"order compares {' '.join(compared)}: neighbouring sessions must be one of each arm, "
+            "as in A B B A, or a change of the machine looks like an effect"
+        )
     problems += _impossible_tiers(plan)
     if "control" in plan.order and plan.control is None:
         problems.append("order names control, but there is no [control] section")

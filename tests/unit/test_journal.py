@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import InputError
-from harness.files import load_json, write_atomically
+from harness.files import load_json, refuse_evidence, write_atomically
 from harness.journal import JournalWriter, Row, read_journal
 from tests.factory import failed, make_record, make_row, write_journal
 
@@ -244,6 +244,25 @@ def test_a_failed_row_is_kept_with_null_times(tmp_path: Path) -> None:
 def test_deep_nesting_is_an_error_not_a_crash() -> None:
     with pytest.raises(InputError, match=r"nested too deeply|not valid JSON"):
         load_json(b"[" * 100_000, where="line 1")
+
+
+def test_a_device_is_never_replaced_and_a_link_is_followed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="no regular file"):
+        write_atomically(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_atomically(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "text"
+
+
+def test_the_files_of_a_run_are_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    for name in ("plan.toml", "journal-01-baseline.jsonl", "summary.json"):
+        with pytest.raises(InputError, match="would take the place of one"):
+            refuse_evidence(tmp_path / name)
+    refuse_evidence(tmp_path / "report.html")
 
 
 def test_an_interrupted_replacement_leaves_the_old_file(

@@ -42,6 +42,10 @@ def test_a_plan_survives_being_written_and_read_again() -> None:
         ('order = ["baseline", "control"]', r"order names control, but there is no \[control\]"),
         # A49: unequal arms cannot be paired, and drift would favour one of them.
         ('order = ["baseline", "lmcache", "lmcache"]', "order has 1 baseline and 2 lmcache"),
+        (
+            'order = ["baseline", "baseline", "lmcache", "lmcache"]',
+            "neighbouring sessions must be one of each arm",
+        ),
         ("sede = 1", "workload.sede: .*not permitted"),
     ],
 )
