@@ -44,6 +44,7 @@ app = typer.Typer(
 _INTERRUPTED = 130  # the shell's code for SIGINT, which the parser returns for Ctrl-C
 
 _RESULTS = Path("results")
+_MAY_REPEAT = {"--target", "--policy", "--plot"}  # options that collect their values
 _PLAN_HELP = f"Preset ({', '.join(preset_names())}) or path of a plan.toml."
 
 PlanName = Annotated[str, typer.Argument(help=_PLAN_HELP)]
@@ -398,6 +399,6 @@ def _shown(error: KvcliffError | ServerError | OSError) -> KvcliffError:
 def _refuse_repeated_options(words: list[str]) -> None:
     """The parser would let the last one win without a word."""
     names = [word.split("=")[0] for word in words if word.startswith("--") and word != "--"]
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    repeated = sorted({name for name in names if names.count(name) > 1} - _MAY_REPEAT)
     if repeated:
         raise InputError(f"{repeated[0]} is given {names.count(repeated[0])} times; once is enough")

@@ -19,7 +19,7 @@ Trace = Annotated[
     str, typer.Argument(help="Trace file, folder or archive, compiled or not; - reads stdin.")
 ]
 BlockTokens = Annotated[
-    int | None, typer.Option(help="Tokens of a block, for formats that do not say it.")
+    int | None, typer.Option(help="Tokens of a block, for formats that do not say it.", min=1)
 ]
 FullBlocks = Annotated[
     bool, typer.Option("--full-blocks", help="Leave out blocks a prompt does not fill.")
@@ -83,7 +83,9 @@ def convert(
     trace: Trace,
     output: Annotated[Path, typer.Argument(help="File to write.")],
     target: Annotated[str, typer.Option("--to", help="lmcache or mooncake.")] = "lmcache",
-    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a written chunk.")] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a written chunk.", min=1)
+    ] = None,
     block_tokens: BlockTokens = None,
     full_blocks: FullBlocks = False,
     model: Model = None,
@@ -139,7 +141,9 @@ def curve(
     time_scale: TimeScale = 1.0,
     model: Model = None,
     kv_dtype: KvDtype = "auto",
-    mark: Annotated[int | None, typer.Option(help="Your GPU's blocks, marked in the plot.")] = None,
+    mark: Annotated[
+        int | None, typer.Option(help="Your GPU's blocks, marked in the plot.", min=1)
+    ] = None,
     plot: Plots = None,
     csv: Csv = None,
     as_json: AsJson = False,

@@ -148,6 +148,13 @@ def test_the_trace_commands_answer_in_the_published_fields(
     assert kvcliff("compile", "t.jsonl", "t.kvtrace.npz") == 0
     assert kvcliff("describe", "t.kvtrace.npz", "--json") == 0
     assert kvcliff("curve", "t.jsonl", "--plot", "cliff.gif") == 2
+    assert kvcliff("curve", "t.jsonl", "--target", "0.5", "--target", "0.95", "--json") == 0
+    capsys.readouterr()
+    for words in (("--block-tokens", "0"), ("--mark", "-3"), ("--target", "2")):
+        assert kvcliff("curve", "t.jsonl", *words) == 2
+    assert kvcliff("convert", "t.jsonl", "out.jsonl", "--chunk-tokens", "-1") == 2
+    assert not (tmp_path / "out.jsonl").exists()
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_cache_folder_that_cannot_be_made_is_an_environment_error(
