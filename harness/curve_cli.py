@@ -28,7 +28,7 @@ SpreadHours = Annotated[
     float | None,
     typer.Option(help="Start sessions without start times over so many hours.", show_default="24"),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of those starts.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of those starts.", show_default="0")]
 TimeScale = Annotated[float, typer.Option(help="Stretch the sessions' starts by this factor.")]
 Model = Annotated[
     str | None, typer.Option(help="Model folder, config.json or downloaded hub id: gives GiB.")
@@ -137,7 +137,7 @@ def curve(
     block_tokens: BlockTokens = None,
     full_blocks: FullBlocks = False,
     spread_hours: SpreadHours = None,
-    seed: Seed = 0,
+    seed: Seed = None,
     time_scale: TimeScale = 1.0,
     model: Model = None,
     kv_dtype: KvDtype = "auto",
@@ -185,7 +185,7 @@ def surface(
     block_tokens: BlockTokens = None,
     full_blocks: FullBlocks = False,
     spread_hours: SpreadHours = None,
-    seed: Seed = 0,
+    seed: Seed = None,
     time_scale: TimeScale = 1.0,
     model: Model = None,
     kv_dtype: KvDtype = "auto",
@@ -220,7 +220,7 @@ def _options(
     block_tokens: int | None,
     full_blocks: bool,
     spread_hours: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     time_scale: float = 1.0,
 ) -> "TraceOptions":
     from harness.curve_traces import TraceOptions

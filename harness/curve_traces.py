@@ -41,7 +41,7 @@ class TraceOptions:
     block_tokens: int | None = None
     full_blocks: bool = False
     spread_hours: float | None = None
-    seed: int = 0
+    seed: int | None = None
     time_scale: float = 1.0
     engine: str = "auto"
 
@@ -120,15 +120,20 @@ def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:
     """The requests with their sessions' starts, and how to say it."""
     hours = options.spread_hours
     if hours is None and (requests.starts_known or len(requests.session_start_s) == 1):
+        if options.seed is not None:
+            raise ValueError(
+                "a seed goes with a spread in hours here: this trace's sessions have start times"
+            )
         scaled = f"; session starts stretched {options.time_scale:g} times"
         return requests, scaled if options.time_scale != 1 else ""
     hours = SPREAD_HOURS if hours is None else hours
     if not 0 <= hours < float("inf"):
         raise ValueError(f"a spread of {hours} hours; it must be a number of at least 0")
     spread = hours * options.time_scale
-    return requests.started_over(hours * 3600, options.seed), (
+    seed = 0 if options.seed is None else options.seed
+    return requests.started_over(hours * 3600, seed), (
         f"; {len(requests.session_start_s)} sessions start at random moments of {spread:g} h "
-        f"(seed {options.seed})"
+        f"(seed {seed})"
     )
 
 
@@ -168,10 +173,13 @@ def compile_trace(
     """Write the compiled trace ``output`` (``.kvtrace.npz``); returns its description."""
     if not output.name.endswith(compiled.SUFFIX):
         raise InputError(f"the output {str(output)!r} must end in {compiled.SUFFIX}")
-    loaded = load(path, options, progress=progress)
+    with input_errors():
+        # As read: sessions without start times are given some when the file is used, not before.
+        tree = _tree_of(path, options, progress)
     notes = {"full_blocks": options.full_blocks, "from": Path(path).name}
     with writing(output):
-        compiled.save(loaded.tree, output, notes=notes)
+        compiled.save(tree, output, notes=notes)
+    loaded = load(str(output), TraceOptions())
     return {**_described(loaded), "output": str(output), "output_bytes": output.stat().st_size}
 
 

@@ -282,13 +282,18 @@ def _verdict(deployment: Deployment, content: dict[str, Any], served: dict[str, 
     d, enough = deployment, content["enough"]
     by_gpu = f"a GPU tier of {enough['gpu_tokens']:,} tokens would find every document"
     whole = d.document_tokens // d.block_size * d.block_size
+    if whole == 0:
+        return (
+            f"No gain: a document has fewer tokens than a KV block ({d.block_size}), so nothing of "
+            "it can be reused; use smaller blocks."
+        )
     if served["gpu_hit"] == whole * d.documents * (len(d.passes) - 1):
         return "No gain from a host tier: the GPU tier finds every document by itself."
     if d.host == "none":
         return f"There is no host tier; {by_gpu}."
     if enough["host_chunks"] is None:
         return (
-            f"No gain, 0 hits: a document has fewer tokens than a host chunk ({d.chunk_tokens}), "
+            f"No gain, 0 host hits: a document has fewer tokens than a host chunk ({d.chunk_tokens}), "
             f"so the host can never serve one; use smaller chunks, or {by_gpu}."
         )
     best = _replays(content["predicted_with_enough_host"])
@@ -304,7 +309,7 @@ def _verdict(deployment: Deployment, content: dict[str, Any], served: dict[str, 
 
 def _why_host_fails(deployment: Deployment, content: dict[str, Any], served: dict[str, int]) -> str:
     d, host = deployment, content["host"]
-    lead = "Less than it could be" if served["host_loaded"] else "No gain, 0 hits"
+    lead = "Less than it could be" if served["host_loaded"] else "No gain, 0 host hits"
     if d.prompt_tokens // d.chunk_tokens > host["chunks"]:
         return f"{lead}: not even one prompt fits the host tier."
     if host["tokens"] <= d.gpu_kv_tokens:
@@ -318,7 +323,11 @@ def _why_host_fails(deployment: Deployment, content: dict[str, Any], served: dic
     walk = ""
     if d.policy != "noop" and any(a == b for a, b in pairwise(d.passes)):
         walk = "; a walk in the same order asks for each one just after it has gone"
-    return f"{lead}: the host tier is smaller than the documents{rule}{walk}."
+    kept = int(host["tokens"] * (d.watermark if d.host == "lmcache-mp" else 1))
+    return (
+        f"{lead}: the host tier keeps at most {kept:,} tokens{rule}, fewer than the documents and "
+        f"their questions need{walk}."
+    )
 
 
 def _replays(predicted: dict[str, dict[str, int]]) -> dict[str, int]:

@@ -18,11 +18,13 @@ from harness.errors import InputError
 from harness.files import describe_invalid, load_json, read_lines, write_json
 from harness.findings import RECONCILE_SCHEMA
 from harness.stats import source_class, summarize
+from sim.workload import WARMUP_PASS
 
 _DEFAULT_BLOCK = 16  # vLLM's default block size on CUDA; only tells full from partial GPU hits
 
-Tokens = Annotated[int, Field(ge=0)]
-Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# 2**53: what a JSON number holds exactly in every reader.
+Tokens = Annotated[int, Field(ge=0, le=2**53)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -33,7 +35,7 @@ class ForeignRow(BaseModel):
 
     config: Name
     pass_name: Name = Field(alias="pass")
-    doc: int | Name
+    doc: Tokens | Name
     doc_tokens: Tokens
     ttft_ms: Milliseconds | None
     total_ms: Milliseconds | None
@@ -88,10 +90,6 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
     digest = hashlib.sha256(content).hexdigest()
     plan_id = f"import-{digest[:8]}"
     folder = results / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{plan_id}"
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise InputError(f"{folder} exists already", hint="import again in a second") from None
     environment: dict[str, Any] = {
         "imported_from": source.name,
         "sha256": digest,
@@ -99,6 +97,13 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
         "cpu": None,
         "gpus": None,
     }
+    # Before anything is written: a row these cannot take must leave no half-made folder.
+    reconciliation = _reconciliation(folder.name, rows, assumed, block_size)
+    summary = _summary(folder.name, plan_id, rows, environment, block_size)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise InputError(f"{folder} exists already", hint="import again in a second") from None
     (folder / "ttft.jsonl").write_bytes(content)
     write_json(
         folder / "manifest.json",
@@ -111,10 +116,8 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
             "sessions": {},
         },
     )
-    write_json(folder / "reconcile.json", _reconciliation(folder.name, rows, assumed, block_size))
-    write_json(
-        folder / "summary.json", _summary(folder.name, plan_id, rows, environment, block_size)
-    )
+    write_json(folder / "reconcile.json", reconciliation)
+    write_json(folder / "summary.json", summary)
     return folder
 
 
@@ -154,27 +157,25 @@ def _rows(source: Path) -> tuple[list[ImportedRow], bool]:
     """
     notes: list[str] = []
     rows: list[ImportedRow] = []
-    documents: dict[int | str, int] = {}
-    sessions: dict[str, int] = {}
+    names = _Names({}, {}, {})
     seqs: Counter[str] = Counter()
     seen: Counter[tuple[str, str, int | str]] = Counter()
     is_assumed = False
+    kept = ForeignRow.model_fields.keys() - {"session", "order", "doc"}
     for number, line in read_lines(source, notes):
-        foreign = _foreign(line, f"{source}, line {number}")
+        where = f"{source}, line {number}"
+        foreign = _foreign(line, where)
         key = (foreign.config, foreign.pass_name, foreign.doc)
         seen[key] += 1
-        session = foreign.session
-        if session is None:
-            is_assumed = True
-            session = f"{foreign.config}-{seen[key]}"
-        order = foreign.order or sessions.setdefault(session, len(sessions) + 1)
+        is_assumed = is_assumed or foreign.session is None
+        session = foreign.session or f"{foreign.config}-{seen[key]}"
+        first_seen = names.order(session, foreign.config, where)
+        doc = names.document(foreign.doc, where)
+        order = foreign.order or first_seen
         seqs[session] += 1
-        if isinstance(foreign.doc, int):
-            doc = foreign.doc
-        else:
-            doc = documents.setdefault(foreign.doc, len(documents))
-        names = ForeignRow.model_fields.keys() - {"session", "order", "doc"}
-        values = {name: getattr(foreign, name) for name in names}
+        values = {name: getattr(foreign, name) for name in kept}
+        if foreign.ttft_ms is None:  # a failed request: counted, and in no median
+            values |= {"complete": False, "error": foreign.error or "no ttft_ms"}
         rows.append(
             ImportedRow(
                 **values, doc=doc, session=session, order=order, seq=seqs[session], phase="measure"
@@ -187,6 +188,34 @@ def _rows(source: Path) -> tuple[list[ImportedRow], bool]:
     return rows, is_assumed
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What sessions and documents of a foreign file have been called so far."""
+
+    sessions: dict[str, int]
+    arms: dict[str, str]
+    documents: dict[int | str, int]
+
+    def order(self, session: str, arm: str, where: str) -> int:
+        """The session's place by first appearance; InputError when two arms share its name."""
+        if self.arms.setdefault(session, arm) != arm:
+            raise InputError(
+                f"{where}: session {session!r} is of arm {arm!r} here and of "
+                f"{self.arms[session]!r} before",
+                hint="a session is one server of one arm: give each its own name",
+            )
+        return self.sessions.setdefault(session, len(self.sessions) + 1)
+
+    def document(self, doc: int | str, where: str) -> int:
+        """A number for the document; InputError when numbers and texts are mixed."""
+        if type(next(iter(self.documents), doc)) is not type(doc):
+            raise InputError(
+                f"{where}: doc is {doc!r}; name all documents by numbers, or all by texts"
+            )
+        known = self.documents.setdefault(doc, len(self.documents))
+        return doc if isinstance(doc, int) else known
+
+
 def _foreign(line: bytes, where: str) -> ForeignRow:
     try:
         row = ForeignRow.model_validate(load_json(line, where=where))
@@ -195,6 +224,10 @@ def _foreign(line: bytes, where: str) -> ForeignRow:
             f"{where}: {describe_invalid(error)}",
             hint="each line needs config, pass, doc, doc_tokens, ttft_ms and total_ms",
         ) from None
+    if row.ttft_ms is not None and row.total_ms is not None and row.ttft_ms > row.total_ms:
+        raise InputError(f"{where}: ttft_ms {row.ttft_ms} is more than total_ms {row.total_ms}")
+    if row.pass_name == WARMUP_PASS:
+        raise InputError(f"{where}: a warm-up row; leave those out, they are no measurement")
     sources = [row.computed, row.gpu_hit, row.host_loaded]
     known = [tokens for tokens in sources if tokens is not None]
     if known and (len(known) < 3 or row.prompt_tokens != sum(known)):

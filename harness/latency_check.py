@@ -4,6 +4,7 @@ Which rows calibrate is decided by pass, arm and token split alone, never by a t
 measured stay apart: the answer holds predictions, and how far they were off.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -252,6 +253,14 @@ def _verdict(first: int | None, chunk_tokens: int, compared: Sequence[LoadOrReco
             f"{label}: up to the {compared[-1].tokens:,} tokens calibrated, no load from the host "
             "beats computing."
         )
+    largest = compared[-1]
+    error = largest.saved.standard_error_s
+    if largest.load.value_s <= 0 or (error is not None and largest.saved.value_s <= 2 * error):
+        return (
+            f"{label}: no break-even is established, because at the largest load calibrated "
+            f"({largest.tokens:,} tokens) the saving is within twice its standard error, or the "
+            "fit gives a load no time at all."
+        )
     floor = ", one chunk, the smallest load there is" if first == 1 else ""
     return (
         f"{label}: from {first * chunk_tokens:,} tokens{floor}, a load from the host beats "
@@ -269,9 +278,13 @@ def _rates(size: LoadOrRecompute, model: LatencyModel) -> str:
     return (
         f"{size.tokens:,} tokens: {_in_ms(size.recompute)} to compute at "
         f"{size.prefill_tokens_per_s:,.0f} tokens/s, {_in_ms(size.load)} to load at "
-        f"{size.load_bytes_per_s / GB:.3g} GB/s; break-even at "
+        f"{_gb_per_s(size.load_bytes_per_s)}; break-even at "
         f"{size.needed_bytes_per_s / GB:.3g} GB/s (± standard error, fitted on {model.n} rows){assumed}."
     )
+
+
+def _gb_per_s(rate: float) -> str:
+    return f"{rate / GB:.3g} GB/s" if math.isfinite(rate) else "an unknown rate"
 
 
 def _in_ms(time: Estimate) -> str:

@@ -145,7 +145,8 @@ class KvLayout:
                 "full_attention group"
             )
         if kinds[0] != "full_attention":
-            return f"every layer is {_WORDS[kinds[0]]}; predicted to the token is full_attention"
+            why = f"every layer is {_WORDS[kinds[0]]}; predicted to the token is full_attention"
+            return "; ".join([why, *self.unknown])
         if self.unknown:
             return "; ".join(self.unknown)
         return None
@@ -381,9 +382,21 @@ class _Reader:
         )
         return next((str(value) for value in named if value), "")
 
+    def _refuse_quantized_kv(self) -> None:
+        # vLLM 0.32 takes "auto" for what such a checkpoint declares (attention.py and
+        # torch_utils.get_kv_cache_quant_algo_string): fp8, or a packed format.
+        scheme = self.config.get("quantization_config")
+        for field in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            if isinstance(scheme, dict) and scheme.get(field):
+                raise ValueError(
+                    f"{self.file} declares quantization_config.{field}={scheme[field]!r}, so "
+                    "vLLM's 'auto' is not the model's dtype: name the KV dtype"
+                )
+
     def _dtype_bytes(self, kv_dtype: str) -> int:
         name = kv_dtype
         if kv_dtype == "auto":
+            self._refuse_quantized_kv()
             name = self._own_dtype()
             if name in ("", "float32"):
                 raise ValueError(

@@ -97,7 +97,11 @@ class Trace:
 
 
 def whole_us(seconds: Floats) -> Ints:
-    """``seconds`` in whole microseconds."""
+    """``seconds`` in whole microseconds; ValueError where 64 bits do not hold them."""
+    if len(seconds) and not np.abs(seconds).max() < 2**62 / 1e6:
+        raise ValueError(
+            f"a time of {np.abs(seconds).max():g} s is too large: is the timestamp's unit right?"
+        )
     return np.rint(seconds * 1e6).astype(np.int64)
 
 

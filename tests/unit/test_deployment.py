@@ -74,7 +74,7 @@ def test_the_paragraph_holds_the_numbers_the_cause_and_the_size_that_works(told)
         "20 documents of 5,000 tokens are 100,000 tokens of KV",
         "the GPU tier holds 60,000 (7.3 GiB)",
         "the host tier 81,920 (10 GiB per server, --l1-size-gb)",
-        "No gain, 0 hits: the host tier is smaller than the documents and evicts from 80% on",
+        "No gain, 0 host hits: the host tier keeps at most 65,536 tokens and evicts from 80% on",
         "with 14.9 GiB (per server, --l1-size-gb) 97,280 tokens are loaded and 3,120 computed",
     ):
         assert part in text
@@ -112,6 +112,13 @@ def test_enough_gpu_tokens_find_every_document_without_a_host(told):
 )
 def test_each_reason_for_no_gain_is_named(told, changed, said):
     assert said in told(**changed)["paragraph"]
+
+
+def test_documents_below_one_block_cannot_be_reused_and_are_not_called_found(told):
+    content = told(document_tokens=10, question_tokens=6000)
+    assert (
+        "fewer tokens than a KV block (16), so nothing of it can be reused" in content["paragraph"]
+    )
 
 
 def test_lmcaches_size_is_per_worker_in_process_and_per_server_in_mp_mode(told):

@@ -115,3 +115,33 @@ def test_documents_may_have_names(tmp_path: Path) -> None:
     )
     pair = summary_of(import_rows(source, tmp_path / "results"))["passes"]["pass2-replay"]
     assert [d["doc"] for d in pair["paired_ratio"]["documents"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"session": "s"}, {"session": "s", "config": "lmcache"}],
+            "line 2: session 's' is of arm",
+        ),
+        ([{}, {"doc": "zero"}], "line 2: doc is 'zero'; name all documents by numbers"),
+        ([{"ttft_ms": 999.0}], "ttft_ms 999.0 is more than total_ms 510.0"),
+        ([{"ttft_ms": 1.7e308, "total_ms": 1.7e308}], "line 1: ttft_ms"),
+        ([{"doc": -(10**30)}], "line 1: doc"),
+        ([{"doc": 10**30}], "line 1: doc"),
+        ([{"pass": "warmup"}], "a warm-up row"),
+    ],
+)
+def test_rows_that_would_be_merged_or_are_impossible_are_refused_and_nothing_is_written(
+    tmp_path: Path, rows: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        import_rows(write(tmp_path / "t.jsonl", *rows), tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_row_without_a_ttft_is_a_failed_request(tmp_path: Path) -> None:
+    source = write(tmp_path / "t.jsonl", {}, {"doc": 1, "ttft_ms": None, "total_ms": None})
+    summary = summary_of(import_rows(source, tmp_path / "results"))
+    cell = summary["passes"]["pass2-replay"]["arms"]["baseline"]
+    assert (cell["n"], cell["failed"]) == (1, 1)

@@ -97,6 +97,24 @@ def test_deepseek_v32_says_that_its_indexer_is_not_counted(layout):
     found = layout(DEEPSEEK_V3 | {"index_topk": 2048, "index_head_dim": 128})
     assert found.groups[0].bytes_per_token == 70_272
     assert any("index_topk" in text for text in found.unknown)
+    assert "index_topk" in str(found.why_not_predictable)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+        {"kv_cache_quant_algo": "FP8"},
+    ],
+)
+def test_a_checkpoint_that_declares_a_quantized_kv_cache_needs_its_kv_dtype_named(layout, declared):
+    # vLLM 0.32 resolves "auto" to what the checkpoint declares, half the size of its own dtype.
+    config = PLAIN | {"quantization_config": {"quant_method": "compressed-tensors", **declared}}
+    with pytest.raises(ValueError, match="name the KV dtype"):
+        layout(config, "auto")
+    assert layout(config, "fp8").groups[0].bytes_per_token * 2 == (
+        layout(PLAIN, "bfloat16").groups[0].bytes_per_token
+    )
 
 
 def test_gemma3_1b_has_a_full_layer_in_six(layout):
