@@ -248,6 +248,9 @@ def compare(
     """Say what changed between runs; refuses what must not be compared."""
     from harness.compare import compare as compare_runs
 
+    for run in runs:
+        if (run / PLAN_FILE).exists():  # summaries are made anew: journals are the only truth
+            publish(RunFolder(run), write=_write)
     content = compare_runs(runs)
     if as_json:
         console.show_json(content)

@@ -44,9 +44,13 @@ def cliff(
 
 
 def working_set_tokens(plan: Plan) -> int:
-    """Tokens of all documents of ``plan``, without their questions."""
+    """Tokens that come again: all documents, and the questions that stay in growing prompts."""
     spec = plan.workload.spec()
-    return sum(spec.tokens_of(document) for document in range(spec.documents))
+    documents = sum(spec.tokens_of(document) for document in range(spec.documents))
+    if spec.questions == "new":
+        return documents
+    kept = len(spec.passes) - 1 if spec.questions == "appended" else 1
+    return documents + spec.documents * kept * spec.question_tokens
 
 
 def _tokens(plan: Plan, num_gpu_blocks: int) -> int:

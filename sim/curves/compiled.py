@@ -9,6 +9,7 @@ microseconds; sequences that grow slowly are stored as differences.
 
 import json
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def _members(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
             return {name: archive[name] for name in names}
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError, EOFError) as error:
         raise TraceError(f"{path}: damaged compiled trace: {error}") from None
 
 
