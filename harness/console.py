@@ -11,7 +11,15 @@ from typing import Any
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.prompt import Confirm
 from rich.table import Table
 
@@ -327,6 +335,33 @@ def _cliff_cells(
         for size in (full, planned)
     ]
     return (texts[0], texts[1], "yes" if planned["is_full"] else "no")
+
+
+class ReadProgress:
+    """How far a trace has been read, with the time left; on a terminal only, gone when done."""
+
+    def __init__(self) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_terminal,
+        )
+        self._task = self._bars.add_task("reading", total=None)
+
+    def __enter__(self) -> "ReadProgress":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def told(self, done: int, total: int | None, name: str) -> None:
+        """``done`` of ``total`` bytes (None: not known) are read; ``name`` is the file now."""
+        self._bars.update(self._task, completed=done, total=total, description=f"reading {name}")
 
 
 def show_trace(content: dict[str, Any]) -> None:

@@ -64,7 +64,11 @@ def compile_command(
     from harness.curve_traces import compile_trace
 
     refuse_evidence(output)
-    _show(compile_trace(trace, output, _options(block_tokens, full_blocks)), as_json=as_json)
+    with console.ReadProgress() as reading:
+        content = compile_trace(
+            trace, output, _options(block_tokens, full_blocks), progress=reading.told
+        )
+    _show(content, as_json=as_json)
 
 
 def describe(
@@ -76,7 +80,9 @@ def describe(
     """Say what a trace holds."""
     from harness.curve_traces import describe as describe_trace
 
-    _show(describe_trace(trace, _options(block_tokens, full_blocks)), as_json=as_json)
+    with console.ReadProgress() as reading:
+        content = describe_trace(trace, _options(block_tokens, full_blocks), progress=reading.told)
+    _show(content, as_json=as_json)
 
 
 def convert(
@@ -153,7 +159,8 @@ def curve(
     from harness.curve_traces import load
 
     options = _options(block_tokens, full_blocks, spread_hours, seed, time_scale)
-    loaded = load(trace, options, model=_model(model), kv_dtype=kv_dtype)
+    with console.ReadProgress() as reading:
+        loaded = load(trace, options, model=_model(model), kv_dtype=kv_dtype, progress=reading.told)
     run = run_curve(
         loaded,
         Replay(last_token=last_token, decode=decode, warm_up=warm_up, forward=lmcache_order),
@@ -198,7 +205,8 @@ def surface(
     from harness.curve_traces import load
 
     options = _options(block_tokens, full_blocks, spread_hours, seed, time_scale)
-    loaded = load(trace, options, model=_model(model), kv_dtype=kv_dtype)
+    with console.ReadProgress() as reading:
+        loaded = load(trace, options, model=_model(model), kv_dtype=kv_dtype, progress=reading.told)
     run = run_surface(
         loaded,
         Replay(last_token=last_token, warm_up=warm_up),
