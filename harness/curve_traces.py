@@ -22,6 +22,7 @@ from sim.curves.tree import PrefixTree, build_tree
 from sim.geometry import KvGeometry
 
 SCHEMA = 1
+MOONCAKE_BLOCK = 512
 SPREAD_HOURS = 24.0
 """Over what sessions without start times are spread when nothing else is asked for."""
 
@@ -55,6 +56,7 @@ class Loaded:
     ruler: Ruler
     said: tuple[str, ...]
     notes: tuple[str, ...]
+    starts_known: bool
 
     @property
     def longest_blocks(self) -> int:
@@ -74,6 +76,7 @@ def load(
     with input_errors():
         per_token = _bytes_per_token(model, kv_dtype)
         tree = _tree_of(path, options, progress)
+        starts_known = tree.requests.starts_known
         requests, spread = _started(tree.requests, options)
         tree = replace(tree, requests=requests)
         if not 0 < options.time_scale < float("inf"):
@@ -86,7 +89,7 @@ def load(
         "requests are served one after the other by arrival, those of one instant in the trace's "
         f"order{spread}",
     ]
-    return Loaded(tree, order, ruler, tuple(said), tuple(_notes(tree)))
+    return Loaded(tree, order, ruler, tuple(said), tuple(_notes(tree)), starts_known)
 
 
 def _tree_of(path: str, options: TraceOptions, progress: Progress | None) -> PrefixTree:
@@ -208,7 +211,7 @@ def _described(loaded: Loaded) -> dict[str, Any]:
         **head(tree),
         "format": requests.source,
         "sessions": len(requests.session_start_s),
-        "session_starts_known": requests.starts_known,
+        "session_starts_known": loaded.starts_known,
         "prompt_tokens": int(requests.input_tokens.sum()),
         "output_tokens": int(requests.output_tokens.sum()),
         "duration_s": float(np.ptp(arrivals)) if len(arrivals) else 0.0,
@@ -251,6 +254,12 @@ def convert_trace(
     """Write a trace for another tool ("lmcache" or "mooncake"); returns what was written."""
     loaded = load(path, options, model=model, kv_dtype=kv_dtype, progress=progress)
     per_token = loaded.ruler.bytes_per_token
+    notes = list(loaded.notes)
+    if target == "mooncake" and loaded.ruler.block_tokens != MOONCAKE_BLOCK:
+        notes.append(
+            f"Mooncake rows name no block size and readers take {MOONCAKE_BLOCK} tokens; these "
+            f"have {loaded.ruler.block_tokens}: read them with --block-tokens"
+        )
     with input_errors(), writing(output):
         written = conversion.convert(
             loaded.tree,
@@ -267,5 +276,5 @@ def convert_trace(
         "requests": written,
         "kv_bytes_per_token": per_token,
         "assumptions": list(loaded.said),
-        "warnings": list(loaded.notes),
+        "warnings": notes,
     }
