@@ -17,6 +17,8 @@ _MOST_DOCUMENTS = 1_000  # listed one by one; a longer list helps nobody and fil
 
 Pair = tuple[int, float, float]  # document, TTFT of the first, TTFT of the second, in ms
 
+LEAST_MS = 1e-6  # below a nanosecond nothing was measured, and a ratio of it is no number
+
 
 def paired(total: Tally, pass_name: str) -> dict[str, Any] | None:
     """Baseline against tier: ratio and difference per block and document, median over blocks.
@@ -101,11 +103,13 @@ def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 def _pairs(first: Cell, second: Cell) -> list[Pair]:
     """Documents complete in both; a time of 0 has no ratio and is in no pair."""
-    times = {doc: ttft for doc, ttft in zip(first.doc, first.ttft_ms, strict=True) if ttft > 0}
+    times = {
+        doc: ttft for doc, ttft in zip(first.doc, first.ttft_ms, strict=True) if ttft > LEAST_MS
+    }
     return [
         (doc, times[doc], ttft)
         for doc, ttft in zip(second.doc, second.ttft_ms, strict=True)
-        if ttft > 0 and doc in times
+        if ttft > LEAST_MS and doc in times
     ]
 
 

@@ -88,6 +88,7 @@ class Reconciliation:
 def reconcile(folder: RunFolder) -> Reconciliation:
     """Read a run folder and check it; InputError when a file cannot be read."""
     notes: list[str] = []
+    folder.refuse_imported()
     folder.check_seals()
     manifest = folder.read_manifest()
     plan = read_plan(folder.path / PLAN_FILE)

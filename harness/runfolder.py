@@ -79,6 +79,14 @@ class RunFolder:
         except InputError:
             return True
 
+    def refuse_imported(self) -> None:
+        """InputError for a run made by ``kvcliff import``: it has no plan and no journals."""
+        if "imported_from" in self.read_manifest():
+            raise InputError(
+                f"{self.path} was imported: it has measurements, but no plan and no journals",
+                hint="kvcliff report shows what it has",
+            )
+
     def check_seals(self) -> None:
         """InputError when the plan or the predictions are not those the run began with."""
         for name, digest in self.read_manifest()["sealed"].items():

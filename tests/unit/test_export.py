@@ -1,11 +1,10 @@
 import csv
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from harness.errors import InputError, MachineError
+from harness.errors import InputError
 from harness.export import COLUMNS, export, llmd_report, vllm_bench
 from harness.journal import Row
 from tests.factory import failed, make_row
@@ -114,10 +113,12 @@ def test_a_run_without_a_measured_row_exports_nothing(run: Path, tmp_path: Path)
     assert not (tmp_path / "rows.csv").exists()
 
 
-def test_parquet_without_its_library_says_what_to_do(run: Path, tmp_path: Path) -> None:
-    if importlib.util.find_spec("pyarrow"):
-        (path,) = export(run, "parquet", tmp_path / "rows.parquet")
-        assert path.read_bytes()[:4] == b"PAR1"
-    else:
-        with pytest.raises(MachineError, match="pyarrow"):
-            export(run, "parquet", tmp_path / "rows.parquet")
+def test_parquet_holds_every_measured_row_with_its_types(run: Path, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    (path,) = export(run, "parquet", tmp_path / "rows.parquet")
+    table = pyarrow.parquet.read_table(path)
+    (csv_path,) = export(run, "csv", tmp_path / "rows.csv")
+    assert table.num_rows == len(csv_path.read_text().splitlines()) - 1 > 0
+    assert str(table.schema.field("ttft_ms").type) == "double"
+    assert str(table.schema.field("computed").type) == "int64"

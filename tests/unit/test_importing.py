@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 
 from harness.errors import InputError
+from harness.export import export
 from harness.importing import import_rows
 from harness.published import ReconcileFile, Summary
+from harness.reconcile import reconcile
 from harness.report import write_report
+from harness.runfolder import RunFolder
 
 LAB = {"config": "baseline", "pass": "pass2-replay", "doc": 0, "doc_tokens": 5011,
        "ttft_ms": 500.0, "total_ms": 510.0}  # fmt: skip
@@ -145,3 +148,11 @@ def test_a_row_without_a_ttft_is_a_failed_request(tmp_path: Path) -> None:
     summary = summary_of(import_rows(source, tmp_path / "results"))
     cell = summary["passes"]["pass2-replay"]["arms"]["baseline"]
     assert (cell["n"], cell["failed"]) == (1, 1)
+
+
+def test_what_needs_a_plan_says_that_a_run_was_imported(tmp_path: Path) -> None:
+    folder = import_rows(write(tmp_path / "t.jsonl", {}), tmp_path / "results")
+    with pytest.raises(InputError, match="was imported"):
+        reconcile(RunFolder(folder))
+    with pytest.raises(InputError, match="was imported"):
+        export(folder, "csv", tmp_path / "out.csv")

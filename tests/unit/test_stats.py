@@ -261,3 +261,9 @@ def test_rows_are_walked_once_and_not_kept() -> None:
         tracemalloc.stop()
     assert summary["passes"]["pass1-cold"]["arms"]["baseline"]["n"] == n
     assert peak_bytes < 300 * n
+
+
+def test_a_time_below_a_nanosecond_gives_no_ratio_instead_of_infinity() -> None:
+    # A69
+    rows = [*rows_of("01-baseline", [100.0]), *rows_of("02-lmcache", [5e-324])]
+    assert replay_pass(rows)["paired_ratio"] is None
