@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -597,7 +598,7 @@ class _Listener:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, or until the script says die; returns the exit code."""
     started = time.monotonic()
-    stop = threading.Event()
+    stop = _StopSign()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     args = _arguments(argv)
@@ -654,7 +655,24 @@ def _server(args: argparse.Namespace, script: Script) -> FakeServer:
     )
 
 
-def _stopped(stop: threading.Event, until: float | None) -> bool:
+class _StopSign:
+    """Set by a signal handler. A threading.Event may deadlock there: its wait holds the lock that
+    its set takes, and both are then in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self._write_end = os.pipe()
+
+    def set(self) -> None:
+        """Raise the sign for good."""
+        os.write(self._write_end, b"x")
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether the sign is up within ``timeout_s`` (None: wait for ever)."""
+        return bool(select.select([self._read_end], [], [], timeout_s)[0])
+
+
+def _stopped(stop: _StopSign, until: float | None) -> bool:
     """Whether a signal came before ``until`` (monotonic seconds; None: wait for ever)."""
     return stop.wait(None if until is None else max(0.0, until - time.monotonic()))
 
