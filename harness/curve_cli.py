@@ -12,8 +12,10 @@ from harness import console
 from harness.files import refuse_evidence
 
 if TYPE_CHECKING:
-    from harness.curve_plots import Chart
-    from harness.curve_traces import TraceOptions
+    from collections.abc import Callable
+
+    from harness.curve_axes import Chart
+    from harness.curve_traces import Loaded, TraceOptions
 
 Trace = Annotated[
     str, typer.Argument(help="Trace file, folder or archive, compiled or not; - reads stdin.")
@@ -102,15 +104,17 @@ def convert(
     from harness.curve_traces import convert_trace
 
     refuse_evidence(output)
-    content = convert_trace(
-        trace,
-        output,
-        target,
-        _options(block_tokens, full_blocks),
-        chunk_tokens=chunk_tokens,
-        model=_model(model),
-        kv_dtype=kv_dtype,
-    )
+    with console.ReadProgress() as reading:
+        content = convert_trace(
+            trace,
+            output,
+            target,
+            _options(block_tokens, full_blocks),
+            chunk_tokens=chunk_tokens,
+            model=_model(model),
+            kv_dtype=kv_dtype,
+            progress=reading.told,
+        )
     _show(content, as_json=as_json)
 
 
@@ -148,19 +152,25 @@ def curve(
     model: Model = None,
     kv_dtype: KvDtype = "auto",
     mark: Annotated[
-        int | None, typer.Option(help="Your GPU's blocks, marked in the plot.", min=1)
+        str | None, typer.Option(help="Your GPU's capacity, as for --at: marked in the plot.")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="CSV of gpu_blocks,hit_share: points to plot too.")
     ] = None,
     plot: Plots = None,
     csv: Csv = None,
     as_json: AsJson = False,
 ) -> None:
     """Hits at every GPU capacity, exactly."""
-    from harness.curve_commands import Replay, run_curve, write_csv
-    from harness.curve_traces import load
+    from harness.curve_commands import Replay, read_measured, run_curve
+    from harness.curve_plots import cliff
 
-    options = _options(block_tokens, full_blocks, spread_hours, seed, time_scale)
-    with console.ReadProgress() as reading:
-        loaded = load(trace, options, model=_model(model), kv_dtype=kv_dtype, progress=reading.told)
+    _check_outputs(plot, csv)
+    points = read_measured(measured) if measured else ()
+    loaded = _load(
+        trace, _options(block_tokens, full_blocks, spread_hours, seed, time_scale), model, kv_dtype
+    )
+    marked = None if mark is None else loaded.capacity(mark)
     run = run_curve(
         loaded,
         Replay(last_token=last_token, decode=decode, warm_up=warm_up, forward=lmcache_order),
@@ -170,19 +180,21 @@ def curve(
         with_bands=bands,
         concurrency=concurrency,
     )
-    if csv:
-        refuse_evidence(csv)
-        write_csv(run.json, csv)
-    if plot:
-        from harness.curve_plots import cliff
-
-        _save(cliff(run, mark_blocks=mark), plot)
-    _show(run.json, as_json=as_json)
+    _give(
+        run.json,
+        lambda: cliff(run, mark_blocks=marked, measured=points),
+        plot,
+        csv,
+        as_json=as_json,
+    )
 
 
 def surface(
     trace: Trace,
-    gpu: Annotated[str | None, typer.Option(help="GPU capacities, as for `curve --at`.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPU capacities, as for `curve --at`; one alone plots token sources."),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Host capacities, likewise.")] = None,
     chunk_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a host chunk; LMCache's default is 256.")
@@ -201,12 +213,13 @@ def surface(
     as_json: AsJson = False,
 ) -> None:
     """Token sources at every GPU x host capacity."""
-    from harness.curve_commands import Replay, run_surface, write_csv
-    from harness.curve_traces import load
+    from harness.curve_commands import Replay, run_surface
+    from harness.curve_plots import surface_chart
 
-    options = _options(block_tokens, full_blocks, spread_hours, seed, time_scale)
-    with console.ReadProgress() as reading:
-        loaded = load(trace, options, model=_model(model), kv_dtype=kv_dtype, progress=reading.told)
+    _check_outputs(plot, csv)
+    loaded = _load(
+        trace, _options(block_tokens, full_blocks, spread_hours, seed, time_scale), model, kv_dtype
+    )
     run = run_surface(
         loaded,
         Replay(last_token=last_token, warm_up=warm_up),
@@ -214,14 +227,7 @@ def surface(
         host=host,
         chunk_tokens=chunk_tokens,
     )
-    if csv:
-        refuse_evidence(csv)
-        write_csv(run.json, csv)
-    if plot:
-        from harness.curve_plots import heat_map
-
-        _save(heat_map(run), plot)
-    _show(run.json, as_json=as_json)
+    _give(run.json, lambda: surface_chart(run), plot, csv, as_json=as_json)
 
 
 def _options(
@@ -252,13 +258,42 @@ def _model(name: str | None) -> Path | None:
         return find_model(name)
 
 
-def _save(chart: "Chart", plots: list[Path]) -> None:
-    from harness.curve_plots import save
+def _load(trace: str, options: "TraceOptions", model: str | None, kv_dtype: str) -> "Loaded":
+    from harness.curve_traces import load
 
-    for path in plots:
+    with console.ReadProgress() as reading:
+        return load(trace, options, model=_model(model), kv_dtype=kv_dtype, progress=reading.told)
+
+
+def _check_outputs(plots: list[Path] | None, csv: Path | None) -> None:
+    """Refuse what cannot be written before a long trace is read, or half of it written."""
+    from harness.curve_plots import check_ending
+
+    for path in plots or ():
+        check_ending(path)
+    for path in [*(plots or ()), *([csv] if csv else ())]:
         refuse_evidence(path)
+
+
+def _give(
+    content: dict[str, Any],
+    draw: "Callable[[], Chart]",
+    plots: list[Path] | None,
+    csv: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """The files asked for, then the answer itself."""
+    from harness.curve_plots import save
+    from harness.curve_tables import readable, write_csv
+
+    if csv:
+        write_csv(content, csv)
+    chart = draw() if plots else {}
+    for path in plots or ():
         save(chart, path)
         console.say(f"wrote {path}")
+    _show(content if as_json else readable(content), as_json=as_json)
 
 
 def _show(content: dict[str, Any], *, as_json: bool) -> None:

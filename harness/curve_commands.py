@@ -4,7 +4,6 @@ Each takes plain values and returns a dict ready for JSON, or writes files whole
 InputError that says what is wrong and what is accepted. Needs numpy; numba makes it fast.
 """
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from harness.curve_traces import SCHEMA, Loaded, head, input_errors, share_of, writing
+from harness.curve_traces import SCHEMA, Loaded, head, input_errors, share_of
 from harness.errors import InputError
 from sim.curves import bands, replay
 from sim.curves.capacity import spaced
-from sim.curves.concurrent import concurrent_curve, events_of
+from sim.curves.concurrent import concurrent_curve, events_of, read_lifetimes
+from sim.curves.sources import csv_numbers
 from sim.curves.stack import Curve, curve
 from sim.curves.surface import Surface, surface
+from sim.curves.trace import MOST_TOKENS
 
 POLICIES = (*replay.POLICIES, "belady")
 SAMPLES = 400
@@ -52,13 +53,36 @@ class CurveRun:
         return spaced(max(n_blocks // 5000, 1), max(n_blocks, 1), SAMPLES)
 
 
+def read_measured(file: Path) -> list[tuple[int, float]]:
+    """Measured points to lay over a curve: (GPU blocks, hit share) of a CSV of these names."""
+    points = []
+    with input_errors():
+        for where, (blocks, share) in csv_numbers(file, {"gpu_blocks": int, "hit_share": float}):
+            if not (1 <= blocks < 2**40 and 0 <= share <= 1):
+                raise ValueError(
+                    f"{where}: a share of {share} at {blocks} blocks; shares are 0 to 1, blocks "
+                    "1 or more, below 2**40"
+                )
+            points.append((int(blocks), share))
+    return points
+
+
 @dataclass(frozen=True, slots=True)
 class SurfaceRun:
     """A surface, what it was made from, and its JSON."""
 
     loaded: Loaded
+    how: Replay
     surface: Surface
     json: dict[str, Any]
+
+    def alone(self) -> tuple[Curve, Curve]:
+        """The curve of the GPU tier with no host tier behind it, and of the host tier alone."""
+        gpu, host = (
+            _serial(self.loaded, self.how, "auto", unit_tokens=unit)
+            for unit in (self.surface.gpu_tokens, self.surface.chunk_tokens)
+        )
+        return gpu, host
 
 
 def run_curve(
@@ -114,10 +138,11 @@ def _curve_json(loaded: Loaded, found: Curve) -> dict[str, Any]:
     }
 
 
-def _serial(loaded: Loaded, how: Replay, engine: str) -> Curve:
+def _serial(loaded: Loaded, how: Replay, engine: str, unit_tokens: int | None = None) -> Curve:
     return curve(
         loaded.tree,
         order=loaded.order,
+        unit_tokens=unit_tokens,
         forward=how.forward,
         last_token=how.last_token,
         decode=how.decode,
@@ -129,44 +154,14 @@ def _serial(loaded: Loaded, how: Replay, engine: str) -> Curve:
 def _overlapping(loaded: Loaded, how: Replay, file: Path, engine: str) -> tuple[Curve, int]:
     if how.forward or how.warm_up:
         raise ValueError("a given concurrency cannot be combined with forward order or warm-up")
-    starts, finishes = _read_lifetimes(file, len(loaded.tree.requests))
     found = concurrent_curve(
         loaded.tree,
-        events_of(starts, finishes),
+        events_of(*read_lifetimes(file, len(loaded.tree.requests))),
         last_token=how.last_token,
         decode=how.decode,
         engine=engine,
     )
     return found.curve, found.exact_from
-
-
-def _read_lifetimes(file: Path, n: int) -> tuple[Any, Any]:
-    """Start and finish of every request from CSV, or ValueError with file, line and field."""
-    times = np.full((2, n), np.nan)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
-    rows = csv.DictReader(text.splitlines())
-    if rows.fieldnames != ["request", "start_s", "finish_s"]:
-        raise ValueError(f"{file}:1: the header must be request,start_s,finish_s")
-    for row in rows:
-        where = f"{file}:{rows.line_num}"
-        try:
-            number = int(row["request"])
-            start, finish = float(row["start_s"]), float(row["finish_s"])
-        except (TypeError, ValueError):
-            raise ValueError(f"{where}: {row} has something else than numbers") from None
-        if not 0 <= number < n or not 0 <= start <= finish < float("inf"):
-            raise ValueError(f"{where}: request {number} from {start} to {finish} s; requests are "
-                             f"0 to {n - 1} and end after they start")  # fmt: skip
-        if times[0, number] == times[0, number]:
-            raise ValueError(f"{where}: request {number} is there twice")
-        times[:, number] = start, finish
-    missing = np.flatnonzero(np.isnan(times[0]))
-    if len(missing):
-        raise ValueError(f"{file}: {len(missing)} of {n} requests are missing, first {missing[0]}")
-    return times[0], times[1]
 
 
 def _capacities(loaded: Loaded, at: str | None) -> list[int]:
@@ -287,8 +282,8 @@ def run_surface(
         raise InputError("a surface knows neither decode blocks nor the forward order")
     chunk = loaded.ruler.block_tokens if chunk_tokens is None else chunk_tokens
     with input_errors():
-        if chunk < 1:
-            raise ValueError(f"chunks of {chunk} tokens; they must hold at least 1")
+        if not 1 <= chunk < MOST_TOKENS:
+            raise ValueError(f"chunks of {chunk} tokens; they hold at least 1, below 2**61")
         gpu_blocks = _tier_capacities(loaded, gpu)
         host_blocks = _tier_capacities(loaded, host)
         chunks = [blocks * loaded.ruler.block_tokens // chunk for blocks in host_blocks]
@@ -307,7 +302,7 @@ def run_surface(
         for g in gpu_blocks
         for h, c in zip(host_blocks, chunks, strict=True)
     ]
-    return SurfaceRun(loaded, found, _surface_json(loaded, how, found, points, gpu_blocks))
+    return SurfaceRun(loaded, how, found, _surface_json(loaded, how, found, points, gpu_blocks))
 
 
 def _surface_json(
@@ -317,15 +312,16 @@ def _surface_json(
     points: list[dict[str, Any]],
     gpu_blocks: Sequence[int],
 ) -> dict[str, Any]:
-    chunk = found.chunk_tokens
     return {
         "schema": SCHEMA,
         **head(loaded.tree),
         "requests": found.requests,
-        "chunk_tokens": chunk,
+        "accesses": found.accesses,
+        "chunk_tokens": found.chunk_tokens,
         "prompt_tokens": found.prompt_tokens,
+        "counted_tokens": found.counted_tokens,
         "points": points,
-        "assumptions": [*loaded.said, *_surface_assumptions(loaded, how, chunk)],
+        "assumptions": [*loaded.said, *_surface_assumptions(loaded, how, found)],
         "warnings": [*loaded.notes, *_too_small(loaded, gpu_blocks), *_useless_host(points)],
     }
 
@@ -343,7 +339,7 @@ def _pair(
     j = int(np.searchsorted(found.host_chunks, chunks))
     hit, loaded_tokens = int(found.gpu_hit_tokens[i, j]), int(found.host_loaded_tokens[i, j])
     block = loaded.ruler.block_tokens
-    computed = found.prompt_tokens - hit - loaded_tokens
+    computed = found.counted_tokens - hit - loaded_tokens
     return {
         "gpu_blocks": gpu_blocks,
         "host_blocks": host_blocks,
@@ -355,7 +351,7 @@ def _pair(
         "computed_tokens": computed,
         "gpu_gib": loaded.ruler.gib(gpu_blocks),
         "host_gib": loaded.ruler.gib(host_blocks),
-        "computed_share": share_of(computed, found.prompt_tokens),
+        "computed_share": share_of(computed, found.counted_tokens),
     }
 
 
@@ -363,13 +359,16 @@ def _whole_if_possible(tokens: int, block: int) -> int | float:
     return tokens // block if tokens % block == 0 else tokens / block
 
 
-def _surface_assumptions(loaded: Loaded, how: Replay, chunk: int) -> list[str]:
+def _surface_assumptions(loaded: Loaded, how: Replay, found: Surface) -> list[str]:
+    chunk = found.chunk_tokens
     return [
         "GPU tier: LRU, last block first (vLLM 0.32); usable capacity is num_gpu_blocks − 1",
         f"host tier: LRU of {chunk}-token chunks, asked about every prompt and written through "
         "whatever the GPU holds (LMCache 0.5.6): no victim cache",
         "the host tier's watermark is not applied: LMCache's MP server of C chunks lies between "
         "0.64 C and 0.8 C here",
+        "the sources sum to counted_tokens, where a listed block counts whole; prompt_tokens is "
+        "what the prompts say they have",
         *_shared_assumptions(loaded, how),
     ]
 
@@ -385,19 +384,3 @@ def _useless_host(points: Sequence[dict[str, Any]]) -> list[str]:
         f"{len(small)} pairs have a host tier no larger than the GPU tier; under write-through it "
         f"loads at most {most / total:.2%} of the tokens there" if total else "no tokens"
     ]  # fmt: skip
-
-
-def write_csv(content: dict[str, Any], output: Path) -> None:
-    """The points of a curve or surface as CSV, one a line, plain columns only."""
-    points = content["points"]
-    columns = [name for name, value in points[0].items() if not isinstance(value, dict | list)]
-    part = output.with_name(output.name + ".part")
-    with writing(output):
-        try:
-            with part.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(points)
-            part.replace(output)
-        finally:
-            part.unlink(missing_ok=True)

@@ -1,10 +1,11 @@
 """Plots of curves and surfaces: Vega-Lite charts, rendered by vl-convert without a browser.
 
 The charts are plain Vega-Lite documents: importing Altair to write them would cost half of the two
-seconds a cold `kvcliff curve TRACE --png` may take.
+seconds a cold `kvcliff curve TRACE --plot FILE.png` may take.
 """
 
 import json
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,123 +13,243 @@ from typing import Any
 
 import numpy as np
 
+from harness.curve_axes import (
+    BLUE,
+    GREEN,
+    GREY,
+    HEIGHT,
+    INK,
+    ORANGE,
+    WIDTH,
+    Chart,
+    framed,
+    kv,
+    layer,
+    nice_bound,
+    rimmed,
+    share_axis,
+    sizes,
+    tokens_axis,
+)
 from harness.curve_commands import CurveRun, SurfaceRun
-from harness.curve_traces import writing
+from harness.curve_traces import Loaded, writing
 from harness.errors import InputError
+from sim.curves.stack import Curve
 
-Chart = dict[str, Any]
+_Box = tuple[float, float, float, float]
+"""Left, top, right, bottom in pixels of the plot."""
 
 ENDINGS = (".png", ".svg", ".html", ".json")
-_SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
-_BLUE, _ORANGE, _GREEN, _GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-_SOURCES = {"computed": "#cbd5e0", "GPU hit": _BLUE, "host-loaded": _ORANGE}
-_LEVELS = (0.5, 0.8, 0.9, 0.95)
-"""Shares of the tokens not computed at which the surface gets a contour."""
+TARGET = 0.95
+"""Share of the ideal whose capacity the plots are about."""
+
+_SOURCES = {"computed": "#cbd5e0", "host-loaded": ORANGE, "GPU hit": BLUE}
+_MARGIN = 80
+"""Pixels a text may stand out of the plot to the right."""
+
+_CHARACTER, _LINE = 7.2, 15.0
+"""Pixels a letter and a line of 12 px take at most, in the fonts of ``framed``."""
 
 
-def cliff(run: CurveRun, *, mark_blocks: int | None = None, title: str = "") -> Chart:
+def cliff(
+    run: CurveRun,
+    *,
+    mark_blocks: int | None = None,
+    measured: Sequence[tuple[int, float]] = (),
+) -> Chart:
     """Share of the prompt blocks served from the GPU against its capacity, log x.
 
-    Shows the ceiling, the capacity for 95 % of it, and ``mark_blocks``, "your GPU". The x axis is
-    in tokens, with GiB below the token counts where the model is known.
+    Shows the ceiling, the capacity for 95 % of it, ``mark_blocks``, "your GPU", and ``measured``
+    points (GPU blocks, hit share). With a model the x axis carries GiB under the tokens.
     """
-    block = run.loaded.ruler.block_tokens
-    total = max(run.curve.accesses, 1)
-    line = [{"tokens": c * block, "share": run.curve.at(c) / total} for c in run.samples()]
-    knee = run.curve.capacity_for(0.95) if run.curve.ideal else 0
-    points = [_named(run, knee, "95 % of the ideal")] if knee else []
+    loaded, total = run.loaded, max(run.curve.accesses, 1)
+    block, ideal = loaded.ruler.block_tokens, run.curve.ideal / total
+    knee = run.curve.capacity_for(TARGET) if run.curve.ideal else 0
+    points = [_named(run, knee, f"{TARGET:.0%} of the ideal")] if knee else []
     if mark_blocks:
         points.append(_named(run, mark_blocks, "your GPU"))
-    x = _tokens_axis("GPU KV capacity", run.loaded.ruler.gib(1), block)
+    line = [{"tokens": c * block, "share": run.curve.at(c) / total}
+            for c in sorted({*run.samples(), *(p["blocks"] for p in points)})]  # fmt: skip
+    dots = [{"tokens": blocks * block, "share": share} for blocks, share in measured]
+    top = nice_bound(max([ideal, *(dot["share"] for dot in dots)]))
+    x = tokens_axis("GPU KV capacity", loaded, [row["tokens"] for row in [*line, *dots]])
+    y = share_axis("prompt blocks served from the GPU", top)
+    _place(points, line, x["scale"]["domain"], top)
+    ceiling = {"share": ideal, "text": f"never evicting: {ideal:.1%}"}
     layers = [
-        _layer(line, {"type": "line", "color": _BLUE, "strokeWidth": 2.5}, x=x, y=_share_axis(
-            "prompt blocks served from the GPU")),
-        _layer([{"share": run.curve.ideal / total}],
-               {"type": "rule", "color": _GREY, "strokeDash": [5, 4]}, y=_share_axis(None)),
-        _layer([{"share": run.curve.ideal / total, "text":
-                 f"never evicting: {run.curve.ideal / total:.1%}"}],
-               {"type": "text", "align": "left", "dy": -7, "color": _GREY, "x": 6},
-               y=_share_axis(None), text={"field": "text"}),
-        _layer(points, {"type": "point", "filled": True, "size": 90, "color": _ORANGE}, x=x,
-               y=_share_axis(None)),
-        *_labels(points, x, middle=line[len(line) // 2]["tokens"] if line else 0),
+        layer([ceiling], {"type": "rule", "color": GREY, "strokeDash": [5, 4]}, y=y),
+        # Above the ceiling, where no curve comes.
+        *(layer([ceiling], {"type": "text", "align": "left", "x": 6, "dy": -9} | rim, y=y,
+                 text={"field": "text"}) for rim in rimmed(GREY)),
+        layer(points, {"type": "rule", "color": ORANGE, "strokeDash": [2, 3]}, x=x, y=y,
+               y2={"datum": 0}),
+        layer(line, {"type": "line", "color": BLUE, "strokeWidth": 2.5}, x=x, y=y),
+        layer(points, {"type": "point", "filled": True, "size": 90, "color": ORANGE,
+                        "opacity": 1}, x=x, y=y),
+        *(_note(point, x, y) for point in points),
+        *([layer(dots, {"type": "point", "shape": "cross", "size": 110, "strokeWidth": 2.5,
+                         "color": GREEN}, x=x, y=y)] if dots else []),
     ]  # fmt: skip
-    return _chart(title or "Cliff: GPU capacity against prefix-cache hits", layers)
+    return framed(_cliff_title(run, knee), _about(loaded, dots), layers)
 
 
-def sources(run: SurfaceRun, *, gpu_blocks: int, title: str = "") -> Chart:
-    """Prompt tokens by source, stacked, against host capacity, at one GPU capacity."""
+def _cliff_title(run: CurveRun, knee: int) -> str:
+    if not knee:
+        return "No prompt begins like an earlier one: nothing to keep"
+    return f"{TARGET:.0%} of the possible hits need {kv(run.loaded, knee * run.curve.unit_tokens, 'GPU')}"
+
+
+def _about(loaded: Loaded, dots: Sequence[Any] = ()) -> str:
+    """The subtitle: what was replayed."""
+    tree = loaded.tree
+    said = (f"{tree.requests.source}: {len(tree.requests):,} "
+            f"request{'s' * (len(tree.requests) != 1)}, {tree.n_accesses:,} blocks "
+            f"of {loaded.ruler.block_tokens} tokens, {tree.n_blocks:,} distinct")  # fmt: skip
+    return said + ("; crosses: measured" if dots else "")
+
+
+def _named(run: CurveRun, blocks: int, name: str) -> Chart:
+    share = run.curve.at(blocks) / max(run.curve.accesses, 1)
+    tokens = blocks * run.loaded.ruler.block_tokens
+    return {
+        "blocks": blocks,
+        "tokens": tokens,
+        "share": share,
+        "text": [name, f"{share:.1%} of blocks", *sizes(run.loaded, tokens)],
+    }
+
+
+def _place(
+    points: Sequence[Chart], line: Sequence[Chart], domain: tuple[float, float], top: float
+) -> None:
+    """Give each point's text a place ("x", "y" of its upper corner, "align") clear of the curve.
+
+    Beside the line dropped from the point, as high as is free: to the right of a rising curve that
+    is right below the point; where the plot ends well before the text does, to the left of the line.
+    """
+    low, high = np.log(domain[0]), np.log(domain[1])
+
+    def pixels(rows: Sequence[Chart]) -> tuple[Any, Any]:
+        x = (np.log([row["tokens"] for row in rows]) - low) / (high - low) * WIDTH
+        return x, (1 - np.array([row["share"] for row in rows]) / top) * HEIGHT
+
+    curve = pixels(line)
+    drops = [(x - 3, y, x + 3, float(HEIGHT)) for x, y in zip(*pixels(points), strict=True)]
+    texts: list[_Box] = []
+    for number, point in enumerate(points):
+        at, first = drops[number][0] + 3, drops[number][1] + 8
+        wide, tall = max(map(len, point["text"])) * _CHARACTER, len(point["text"]) * _LINE
+        lowest = HEIGHT - tall - 4
+        boxes = [(left, y, left + wide, y + tall)
+                 for left in (at + 9, at - 9 - wide) if 0 < left < WIDTH + _MARGIN - wide
+                 for y in np.arange(min(first, lowest), lowest + 1, 6.0)]  # fmt: skip
+        taken = [*texts, *drops[:number], *drops[number + 1 :]]
+        free = (box for box in boxes if _is_free(box, curve, taken))
+        # Where nothing is free, right below: rather over something than left out.
+        box = next(free, (at + 9, first, at + 9 + wide, first + tall))
+        texts.append(box)
+        is_right = box[0] > at
+        point |= {"x": box[0] if is_right else box[2], "y": box[1],
+                  "align": "left" if is_right else "right"}  # fmt: skip
+
+
+def _is_free(box: _Box, curve: tuple[Any, Any], taken: Sequence[_Box]) -> bool:
+    """Whether neither the curve nor a taken box comes within a few pixels of ``box``."""
+    left, top, right, bottom = box
+    heights = np.interp(np.linspace(left - 4, right + 4, 60), *curve)
+    is_crossed = heights.min() < bottom + 4 and heights.max() > top - 4
+    return not is_crossed and all(
+        right < x or x2 < left or bottom < y or y2 < top for x, y, x2, y2 in taken
+    )
+
+
+def _note(point: Chart, x: Chart, y: Chart) -> Chart:
+    """The text of a placed point."""
+    mark = {"type": "text", "align": point["align"], "baseline": "top", "fontSize": 12,
+            "lineHeight": _LINE, "color": INK, "x": point["x"], "y": point["y"],
+            "text": point["text"]}  # fmt: skip
+    return {"data": {"values": [{}]}, "mark": mark}
+
+
+def surface_chart(run: SurfaceRun) -> Chart:
+    """The map of a surface; with a single GPU capacity the token sources there."""
+    is_map = len({point["gpu_blocks"] for point in run.json["points"]}) > 1
+    return heat_map(run) if is_map else sources(run)
+
+
+def sources(run: SurfaceRun) -> Chart:
+    """Prompt tokens by source, stacked, against host capacity, at the one GPU capacity there is."""
+    loaded, block = run.loaded, run.loaded.ruler.block_tokens
+    capacities = sorted({point["gpu_blocks"] for point in run.json["points"]})
+    if len(capacities) != 1:
+        raise InputError(f"token sources are drawn at one GPU capacity, not at {len(capacities)}")
+    points = sorted(run.json["points"], key=lambda point: point["host_blocks"])
+    points = [point for point in points if point["host_blocks"] > 0]
+    if not points:
+        raise InputError("the surface has no host capacity above 0 to plot")
+    total = max(run.surface.counted_tokens, 1)
     rows = [
-        {"tokens": point["host_blocks"] * run.loaded.ruler.block_tokens, "source": name,
-         "share": point[field] / max(run.surface.prompt_tokens, 1), "order": order}
-        for point in run.json["points"]
-        if point["gpu_blocks"] == gpu_blocks and point["host_blocks"] > 0
+        {"tokens": point["host_blocks"] * block, "source": name, "share": point[field] / total,
+         "order": order}
+        for point in points
         for order, (name, field) in enumerate(
             (("GPU hit", "gpu_hit_tokens"), ("host-loaded", "host_loaded_tokens"),
              ("computed", "computed_tokens")))
     ]  # fmt: skip
-    if not rows:
-        raise InputError(f"the surface has no GPU capacity of {gpu_blocks} blocks to plot")
-    block = run.loaded.ruler.block_tokens
-    x = _tokens_axis("host KV capacity", run.loaded.ruler.gib(1), block)
-    y = {"field": "share", "type": "quantitative", "stack": "zero",
-         "scale": {"domain": [0, 1]},
-         "axis": {"format": "%", "title": "prompt tokens by source"}}  # fmt: skip
-    color = {
-        "field": "source",
-        "type": "nominal",
-        "scale": {"domain": list(_SOURCES), "range": list(_SOURCES.values())},
-        "legend": {"title": None},
-    }
-    area = _layer(rows, {"type": "area", "interpolate": "linear"}, x=x, y=y, color=color,
+    x = tokens_axis("host KV capacity", loaded, [row["tokens"] for row in rows])
+    y = share_axis("prompt tokens by source", 1.0) | {"stack": "zero"}
+    color = {"field": "source", "type": "nominal", "legend": {"title": None},
+             "scale": {"domain": list(_SOURCES), "range": list(_SOURCES.values())}}  # fmt: skip
+    area = layer(rows, {"type": "area", "interpolate": "step-after"}, x=x, y=y, color=color,
                   order={"field": "order", "type": "quantitative"})  # fmt: skip
-    at = f" at {gpu_blocks * block:,} GPU tokens"
-    return _chart(title or "Token sources" + at, [area])
+    most = points[-1]
+    said = (
+        f"{kv(loaded, capacities[0] * block, 'GPU')} serve {most['gpu_hit_tokens'] / total:.1%} of "
+        f"the prompt tokens; a host tier up to {most['host_loaded_tokens'] / total:.1%} more"
+    )
+    return framed(said, _about(loaded), [area])
 
 
-def heat_map(run: SurfaceRun, *, title: str = "") -> Chart:
+def heat_map(run: SurfaceRun) -> Chart:
     """Share of prompt tokens not computed, for every pair, with contours at round shares."""
-    block = run.loaded.ruler.block_tokens
-    points = [p for p in run.json["points"] if p["gpu_blocks"] > 0 and p["host_blocks"] > 0]
-    gpu = _borders(sorted({p["gpu_blocks"] for p in points}))
-    host = _borders(sorted({p["host_blocks"] for p in points}))
-    cells = [
-        {"x": gpu[p["gpu_blocks"]][0] * block, "x2": gpu[p["gpu_blocks"]][1] * block,
-         "y": host[p["host_blocks"]][0] * block, "y2": host[p["host_blocks"]][1] * block,
-         "served": 1 - p["computed_share"]}
-        for p in points if p["computed_share"] is not None
-    ]  # fmt: skip
-    if not cells:
+    loaded, block = run.loaded, run.loaded.ruler.block_tokens
+    points = [p for p in run.json["points"]
+              if p["gpu_blocks"] > 0 and p["host_blocks"] > 0 and p["computed_share"] is not None]  # fmt: skip
+    if not points:
         raise InputError("the surface has no pair of capacities above 0 to plot")
-    x = {**_tokens_axis("GPU KV capacity", run.loaded.ruler.gib(1), block), "field": "x"}
-    y = {**_tokens_axis("host KV capacity", run.loaded.ruler.gib(1), block), "field": "y"}
-    color = {
+    gpu = _borders(sorted({p["gpu_blocks"] * block for p in points}))
+    host = _borders(sorted({p["host_blocks"] * block for p in points}))
+    cells = [
+        {"x": gpu[p["gpu_blocks"] * block][0], "x2": gpu[p["gpu_blocks"] * block][1],
+         "y": host[p["host_blocks"] * block][0], "y2": host[p["host_blocks"] * block][1],
+         "served": (p["gpu_hit_tokens"] + p["host_loaded_tokens"]) / run.surface.counted_tokens}
+        for p in points
+    ]  # fmt: skip
+    x = tokens_axis("GPU KV capacity", loaded, [end for pair in gpu.values() for end in pair])
+    y = tokens_axis("host KV capacity", loaded, [end for pair in host.values() for end in pair])
+    x, y = x | {"field": "x"}, y | {"field": "y"}
+    shares = [cell["served"] for cell in cells]
+    served = {
         "field": "served",
         "type": "quantitative",
-        "scale": {"scheme": "viridis"},
-        "legend": {"format": "%", "title": "tokens not computed"},
-    }
-    layers = [
-        _layer(cells, {"type": "rect"}, x=x, y=y, x2={"field": "x2"}, y2={"field": "y2"},
-               color=color)
-    ]  # fmt: skip
-    layers += _contours(points, block, x, y)
-    return _chart(title or "GPU × host capacity: prompt tokens not computed", layers)
-
-
-def measured_over_predicted(
-    run: CurveRun, measured: Sequence[tuple[int, float]], *, title: str = ""
-) -> Chart:
-    """The predicted curve with measured points (GPU blocks, hit share) over it."""
-    block = run.loaded.ruler.block_tokens
-    chart = cliff(run, title=title or "Measured hits over the predicted curve")
-    points = [{"tokens": blocks * block, "share": share} for blocks, share in measured]
-    x = _tokens_axis("GPU KV capacity", run.loaded.ruler.gib(1), block)
-    chart["layer"].append(
-        _layer(points, {"type": "point", "shape": "cross", "size": 130, "color": _GREEN,
-                        "strokeWidth": 2}, x=x, y=_share_axis(None))
-    )  # fmt: skip
-    return chart
+        "scale": {"scheme": "blues", "domain": [min(shares), max(*shares, min(shares) + 0.01)]},
+        "legend": {"format": ".1~%", "title": ["prompt tokens", "not computed"],
+                   "gradientLength": 200},
+    }  # fmt: skip
+    rects = layer(_overlapping(cells, x, y), {"type": "rect", "clip": True}, x=x, y=y,
+                   x2={"field": "x2"}, y2={"field": "y2"}, color=served)  # fmt: skip
+    gpu_alone, host_alone = run.alone()
+    target = TARGET * gpu_alone.ideal * gpu_alone.unit_tokens / run.surface.counted_tokens
+    ends = [max(min(gpu.values())[0], min(host.values())[0]),
+            min(max(gpu.values())[1], max(host.values())[1])]  # fmt: skip
+    equal = layer([{"x": end, "y": end} for end in ends if ends[0] < ends[1]],
+                   {"type": "line", "color": GREY, "strokeDash": [2, 4]}, x=x, y=y)  # fmt: skip
+    about = [_about(loaded), "dotted: host = GPU; a host tier below it adds almost nothing"]
+    return framed(
+        _surface_title(run, gpu_alone, host_alone),
+        about,
+        [rects, equal, *_contours(cells, x, y, target=target)],
+    )
 
 
 def save(chart: Chart, path: Path) -> None:
@@ -137,8 +258,7 @@ def save(chart: Chart, path: Path) -> None:
     The file is whole or absent. Raises InputError for another ending or a place that cannot be
     written.
     """
-    if path.suffix not in ENDINGS:
-        raise InputError(f"the plot {str(path)!r} must end in {', '.join(ENDINGS)}")
+    check_ending(path)
     content = _RENDER[path.suffix](chart)
     part = path.with_name(path.name + ".part")
     with writing(path):
@@ -147,6 +267,12 @@ def save(chart: Chart, path: Path) -> None:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def check_ending(path: Path) -> None:
+    """Raise InputError unless ``path`` ends in one of ``ENDINGS``."""
+    if path.suffix not in ENDINGS:
+        raise InputError(f"the plot {str(path)!r} must end in {', '.join(ENDINGS)}")
 
 
 def _png(chart: Chart) -> bytes:
@@ -195,66 +321,6 @@ _RENDER: dict[str, Callable[[Chart], bytes]] = {
 }
 
 
-def _chart(title: str, layers: list[Chart]) -> Chart:
-    return {
-        "$schema": _SCHEMA,
-        "title": {"text": title, "anchor": "start", "fontSize": 15},
-        "width": 620,
-        "height": 340,
-        "background": "white",
-        "config": {"font": "DejaVu Sans, Arial, sans-serif", "axis": {"gridOpacity": 0.5}},
-        "layer": layers,
-    }
-
-
-def _layer(values: Sequence[Any], mark: Chart, **encoding: Any) -> Chart:
-    return {"data": {"values": list(values)}, "mark": mark, "encoding": encoding}
-
-
-def _share_axis(title: str | None) -> Chart:
-    axis: Chart = {"field": "share", "type": "quantitative"}
-    if title:
-        axis |= {"scale": {"domain": [0, 1]}, "axis": {"format": "%", "title": title}}
-    return axis
-
-
-def _tokens_axis(title: str, gib_per_block: float | None, block_tokens: int) -> Chart:
-    """A log axis in tokens; with a model each label carries the GiB under the tokens."""
-    label: Chart = {"title": f"{title} (tokens)", "format": "~s", "tickCount": 6}
-    if gib_per_block is not None:
-        per_token = gib_per_block / block_tokens
-        label["title"] = f"{title} (tokens, GiB of KV)"
-        label["labelExpr"] = (
-            f"[format(datum.value, '~s'), format(datum.value * {per_token!r}, '.3~r') + ' GiB']"
-        )
-    return {
-        "field": "tokens",
-        "type": "quantitative",
-        "scale": {"type": "log", "nice": False},
-        "axis": label,
-    }
-
-
-def _labels(points: Sequence[Chart], x: Chart, *, middle: float) -> list[Chart]:
-    """The points' texts, below them and towards the middle, with a white rim over the curve."""
-    layers = []
-    for is_right in (False, True):
-        side = [point for point in points if (point["tokens"] > middle) == is_right]
-        place = {"type": "text", "dy": 16, "align": "right" if is_right else "left",
-                 "dx": -8 if is_right else 8}  # fmt: skip
-        for rim in ({"stroke": "white", "strokeWidth": 4}, {"color": "#1a202c"}):
-            layers.append(_layer(side, place | rim, x=x, y=_share_axis(None),
-                                 text={"field": "text"}))  # fmt: skip
-    return layers
-
-
-def _named(run: CurveRun, blocks: int, name: str) -> dict[str, Any]:
-    tokens, gib = blocks * run.loaded.ruler.block_tokens, run.loaded.ruler.gib(blocks)
-    size = f"{tokens:,} tokens" + (f" = {gib:,.1f} GiB" if gib is not None else "")
-    share = run.curve.at(blocks) / max(run.curve.accesses, 1)
-    return {"tokens": tokens, "share": share, "text": f"{name}: {share:.1%} at {size}"}
-
-
 def _borders(capacities: Sequence[int]) -> dict[int, tuple[float, float]]:
     """Where each capacity's cell begins and ends on a log axis: half way to its neighbours."""
     logs = np.log(np.array(capacities, dtype=np.float64))
@@ -269,22 +335,75 @@ def _borders(capacities: Sequence[int]) -> dict[int, tuple[float, float]]:
     }
 
 
-def _contours(points: Sequence[dict[str, Any]], block: int, x: Chart, y: Chart) -> list[Chart]:
-    """Per level, the smallest host capacity that reaches it, against GPU capacity."""
-    layers = []
-    for level in _LEVELS:
-        least: dict[int, int] = {}
-        for point in sorted(points, key=lambda p: -int(p["host_blocks"])):
-            if point["computed_share"] is not None and 1 - point["computed_share"] >= level:
-                least[point["gpu_blocks"]] = point["host_blocks"]
-        # Where the smallest host drawn is enough the border has left the plot: once is enough.
-        smallest = min(point["host_blocks"] for point in points)
-        shown = [(g, h) for g, h in sorted(least.items()) if h > smallest]
-        shown += [(g, h) for g, h in sorted(least.items()) if h == smallest][:1]
-        line = [{"x": g * block, "y": h * block, "text": f"{level:.0%}"} for g, h in shown]
-        if line:
-            layers.append(_layer(line, {"type": "line", "color": "white", "strokeWidth": 1.5, "interpolate": "step-after"},
-                                 x=x, y=y))  # fmt: skip
-            layers.append(_layer(line[:1], {"type": "text", "color": "white", "dx": 14, "dy": -7},
-                                 x=x, y=y, text={"field": "text"}))  # fmt: skip
+def _overlapping(cells: Sequence[Chart], x: Chart, y: Chart) -> list[Chart]:
+    """The cells a pixel larger to the right and the top: else the background shines through."""
+    by_x, by_y = (
+        (axis["scale"]["domain"][1] / axis["scale"]["domain"][0]) ** (1 / pixels)
+        for axis, pixels in ((x, WIDTH), (y, HEIGHT))
+    )
+    return [cell | {"x2": cell["x2"] * by_x, "y2": cell["y2"] * by_y} for cell in cells]
+
+
+def _surface_title(run: SurfaceRun, gpu: Curve, host: Curve) -> str | list[str]:
+    """How much of one tier alone would do: exact, whatever capacities are drawn."""
+    if not gpu.ideal or not host.ideal:
+        return "No prompt begins like an earlier one: nothing to keep"
+    needed = (
+        kv(run.loaded, found.capacity_for(TARGET) * found.unit_tokens, tier)
+        for found, tier in ((gpu, "GPU"), (host, "host"))
+    )
+    return [f"{TARGET:.0%} of the possible hits need", " or ".join(needed)]
+
+
+def _contours(cells: Sequence[Chart], x: Chart, y: Chart, *, target: float) -> list[Chart]:
+    """Along the cells' edges, where round shares and ``target`` are reached; each with a label."""
+    served = [cell["served"] for cell in cells]
+    step = next(
+        step for step in (0.2, 0.1, 0.05, 0.02, 0.01) if max(served) / step >= 3 or step == 0.01
+    )
+    rounds = [round(k * step, 2) for k in range(1, 100) if k * step < max(served)]
+    levels = [level for level in rounds if abs(level - target) > step / 3] + [target]
+    low, high = np.log(y["scale"]["domain"])
+    layers, heights = [], list[float]()
+    for level in levels[::-1]:  # the target first: its label has the first choice
+        path = _contour(cells, level)
+        if not path:
+            continue
+        colour, width = (ORANGE, 2.5) if level == target else (INK, 1.0)
+        for style in ({"color": "white", "strokeWidth": width + 2, "opacity": 0.6},
+                      {"color": colour, "strokeWidth": width}):  # fmt: skip
+            layers.append(layer(path, {"type": "line", **style}, x=x, y=y,
+                                 order={"field": "at", "type": "quantitative"}))  # fmt: skip
+        height = float((np.log(path[0]["y"]) - low) / (high - low) * HEIGHT)
+        if all(abs(height - other) > _LINE for other in heights):
+            heights.append(height)
+            text = f"{level:.0%}" + (f": {TARGET:.0%} of the ideal" if level == target else "")
+            layers += _halo({**path[0], "text": text}, x, y, colour, is_low=height < HEIGHT - 20)
     return layers
+
+
+def _contour(cells: Sequence[Chart], level: float) -> list[Chart]:
+    """The border of the cells that reach ``level``, from the left; empty where all or none do."""
+    least: dict[tuple[float, float], float] = {}
+    for cell in cells:
+        if cell["served"] >= level:
+            column = cell["x"], cell["x2"]
+            least[column] = min(least.get(column, math.inf), cell["y"])
+    columns, bottom = sorted(least), min(cell["y"] for cell in cells)
+    if not columns or least[columns[0]] == bottom == least[columns[-1]]:
+        return []
+    ends = [(columns[0][0], max(cell["y2"] for cell in cells))] if (
+        columns[0][0] > min(cell["x"] for cell in cells)) else []  # fmt: skip
+    for left, right in columns:
+        ends += [(left, least[left, right])]
+        if least[left, right] == bottom:
+            break
+        ends += [(right, least[left, right])]
+    return [{"x": x, "y": y, "at": at} for at, (x, y) in enumerate(ends)]
+
+
+def _halo(label: Chart, x: Chart, y: Chart, colour: str, *, is_low: bool) -> list[Chart]:
+    """A text readable on any colour, above the point it belongs to, or below at the plot's top."""
+    place = {"type": "text", "align": "left", "dx": 6, "dy": -9 if is_low else 10, "fontSize": 12,
+             "fontWeight": "bold"}  # fmt: skip
+    return [layer([label], place | rim, x=x, y=y, text={"field": "text"}) for rim in rimmed(colour)]

@@ -17,7 +17,7 @@ from sim.curves import compiled
 from sim.curves import convert as conversion
 from sim.curves.capacity import Ruler
 from sim.curves.readers import read_trace
-from sim.curves.trace import Ints, Requests
+from sim.curves.trace import Ints, Requests, counted_tokens
 from sim.curves.tree import PrefixTree, build_tree
 from sim.geometry import KvGeometry
 
@@ -58,6 +58,14 @@ class Loaded:
     notes: tuple[str, ...]
     starts_known: bool
 
+    def capacity(self, text: str) -> int:
+        """One capacity of at least a block, e.g. "40 GiB", in blocks (``capacity.FORMS``)."""
+        with input_errors():
+            blocks = self.ruler.blocks(text)
+            if blocks < 1:
+                raise ValueError(f"capacity {text!r} is less than one block")
+        return blocks
+
     @property
     def longest_blocks(self) -> int:
         """Blocks of the longest request: a smaller GPU tier could not run it."""
@@ -74,22 +82,30 @@ def load(
 ) -> Loaded:
     """Read or load the trace ``path``; ``model`` (config.json or its folder) gives GiB."""
     with input_errors():
+        _check(options)
         per_token = _bytes_per_token(model, kv_dtype)
         tree = _tree_of(path, options, progress)
         starts_known = tree.requests.starts_known
         requests, spread = _started(tree.requests, options)
         tree = replace(tree, requests=requests)
-        if not 0 < options.time_scale < float("inf"):
-            raise ValueError(f"a time scale of {options.time_scale}; it must be above 0")
         order = requests.order(options.time_scale)
         ruler = Ruler(requests.block_tokens, per_token or requests.kv_bytes_per_token)
     said = [
         f"{requests.source}, {requests.block_tokens} tokens a block; blocks are equal when they "
         "and all before them are",
-        "requests are served one after the other by arrival, those of one instant in the trace's "
-        f"order{spread}",
+        "requests are served one after the other by arrival, those of one nanosecond in the "
+        f"trace's order{spread}",
     ]
     return Loaded(tree, order, ruler, tuple(said), tuple(_notes(tree)), starts_known)
+
+
+def _check(options: TraceOptions) -> None:
+    """Before a long trace is read in vain."""
+    if not 0 < options.time_scale < float("inf"):
+        raise ValueError(f"a time scale of {options.time_scale}; it must be above 0")
+    hours = options.spread_hours
+    if hours is not None and not 0 <= hours < float("inf"):
+        raise ValueError(f"a spread of {hours} hours; it must be a number of at least 0")
 
 
 def _tree_of(path: str, options: TraceOptions, progress: Progress | None) -> PrefixTree:
@@ -122,7 +138,7 @@ def _size(path: Path) -> int | None:
 def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:
     """The requests with their sessions' starts, and how to say it."""
     hours = options.spread_hours
-    if hours is None and (requests.starts_known or len(requests.session_start_s) == 1):
+    if hours is None and (requests.starts_known or len(requests.session_start_ns) == 1):
         if options.seed is not None:
             raise ValueError(
                 "a seed goes with a spread in hours here: this trace's sessions have start times"
@@ -130,12 +146,10 @@ def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:
         scaled = f"; session starts stretched {options.time_scale:g} times"
         return requests, scaled if options.time_scale != 1 else ""
     hours = SPREAD_HOURS if hours is None else hours
-    if not 0 <= hours < float("inf"):
-        raise ValueError(f"a spread of {hours} hours; it must be a number of at least 0")
     spread = hours * options.time_scale
     seed = 0 if options.seed is None else options.seed
     return requests.started_over(hours * 3600, seed), (
-        f"; {len(requests.session_start_s)} sessions start at random moments of {spread:g} h "
+        f"; {len(requests.session_start_ns)} sessions start at random moments of {spread:g} h "
         f"(seed {seed})"
     )
 
@@ -154,6 +168,10 @@ def _notes(tree: PrefixTree) -> list[str]:
 
 def _bytes_per_token(model: Path | None, kv_dtype: str) -> float | None:
     if model is None:
+        if kv_dtype != "auto":
+            raise ValueError(
+                f"a KV cache of {kv_dtype} means nothing without a model: give --model"
+            )
         return None
     try:
         return KvGeometry.from_config(model, kv_dtype).bytes_per_token
@@ -163,11 +181,13 @@ def _bytes_per_token(model: Path | None, kv_dtype: str) -> float | None:
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """The library's ValueErrors are about what the user gave."""
+    """The library's ValueErrors are about what the user gave; so is a trace beyond the memory."""
     try:
         yield
     except ValueError as error:
         raise InputError(str(error)) from None
+    except MemoryError as error:
+        raise InputError(f"more than this machine's memory holds: {error}") from None
 
 
 def compile_trace(
@@ -205,16 +225,17 @@ def describe(
 def _described(loaded: Loaded) -> dict[str, Any]:
     tree, requests = loaded.tree, loaded.tree.requests
     blocks = tree.blocks_of_requests()
-    arrivals = requests.arrivals_s()
+    arrivals = requests.arrivals_ns()
     return {
         "schema": SCHEMA,
         **head(tree),
         "format": requests.source,
-        "sessions": len(requests.session_start_s),
+        "sessions": len(requests.session_start_ns),
         "session_starts_known": loaded.starts_known,
         "prompt_tokens": int(requests.input_tokens.sum()),
+        "counted_tokens": int(counted_tokens(requests, blocks).sum()),
         "output_tokens": int(requests.output_tokens.sum()),
-        "duration_s": float(np.ptp(arrivals)) if len(arrivals) else 0.0,
+        "duration_s": int(np.ptp(arrivals)) / 1e9 if len(arrivals) else 0.0,
         "longest_request_blocks": loaded.longest_blocks,
         "median_request_blocks": float(np.median(blocks)) if len(blocks) else 0.0,
         "ideal_hit_share": share_of(tree.n_accesses - tree.n_blocks, tree.n_accesses),

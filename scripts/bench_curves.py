@@ -1,6 +1,7 @@
 """Measures the exact curves against their bars and against other simulators, in one run.
 
     python -m scripts.bench_curves [--traces DIR] [--sweep-points 30] [--out results/bench_curves.json]
+    python -m scripts.bench_curves [--traces DIR] --figures results
 
 Times are CPU seconds of one thread, the best of several; where a whole process is timed, wall
 seconds. The real trace is the agentic sessions in DIR, started over 24 h by a seeded spread; parts
@@ -47,14 +48,8 @@ AGENTIC = "weka_sessions.tar.xz"
 SPREAD_S = 24 * 3600.0
 SURFACE_BINS = (224, 219)  # 49,056 pairs
 KV_BYTES_PER_CHUNK = 2 * 2**20  # 16 tokens of 128 KiB: the sweep's 0.5–500 GiB span the trace
-COLD = """
-import sys
-from pathlib import Path
-from harness.curve_commands import Replay, run_curve
-from harness.curve_plots import cliff, save
-from harness.curve_traces import TraceOptions, load
-save(cliff(run_curve(load(sys.argv[1], TraceOptions()), Replay())), Path(sys.argv[2]))
-"""
+COLD = "from harness.cli import main; main()"
+"""The whole command line, as installed."""
 
 
 def cpu_s(job: Callable[[], Any], repeats: int = 5) -> float:
@@ -230,36 +225,36 @@ def ingest(report: Report, path: str) -> None:
 
 
 def cold_plot(report: Report, mooncake: Path) -> float:
-    """A fresh process from Mooncake JSONL to PNG, imports included, best of five; CPU seconds."""
+    """A fresh `kvcliff curve TRACE --plot FILE.png`, imports included, best of five; CPU seconds."""
     walls, cpus = [], []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(5):
             before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
             subprocess.run(
-                [sys.executable, "-c", COLD, str(mooncake), str(Path(folder) / "c.png")],
-                check=True, cwd=Path(__file__).parents[1],
+                [sys.executable, "-c", COLD, "curve", str(mooncake),
+                 "--plot", str(Path(folder) / "c.png")],
+                check=True, cwd=Path(__file__).parents[1], capture_output=True,
             )  # fmt: skip
             walls.append(time.perf_counter() - start)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpus.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     report.add(
-        "Mooncake JSONL → PNG, a fresh process", min(walls), "s wall", "≤ 2", min(walls) <= 2
+        "Mooncake JSONL → PNG, a fresh kvcliff", min(walls), "s wall", "≤ 2", min(walls) <= 2
     )
     report.add("the same", min(cpus), "s CPU")
     return min(cpus)
 
 
 def figures(folder: Path, agentic: Path) -> None:
-    """The real trace's cliff and surface, and the JSON the README quotes."""
+    """The real trace's cliff and surface, and the JSON with what the README says of them."""
     loaded = load(str(agentic), TraceOptions(spread_hours=SPREAD_S / 3600))
     shown = run_curve(loaded, Replay(), at="200k tokens,1M tokens", targets=(0.5, 0.8, 0.9, 0.95))
-    save(cliff(shown, title=f"{len(loaded.order):,} agentic requests over 24 h"),
-         folder / "real-cliff.png")  # fmt: skip
+    save(cliff(shown), folder / "real-cliff.png")
     pairs = run_surface(loaded, Replay(), gpu="20k tokens..20M tokens:60",
                         host="20k tokens..20M tokens:60", chunk_tokens=256)  # fmt: skip
-    save(heat_map(pairs, title=f"{len(loaded.order):,} agentic requests over 24 h: GPU × host"),
-         folder / "real-surface.png")  # fmt: skip
-    text = json.dumps(shown.json, indent=1, ensure_ascii=False)
+    save(heat_map(pairs), folder / "real-surface.png")
+    both = run_surface(loaded, Replay(), gpu="200k tokens", host="2M tokens", chunk_tokens=256)
+    text = json.dumps(shown.json | {"with_host": both.json}, indent=1, ensure_ascii=False)
     (folder / "real-curve.json").write_text(text + "\n", "utf-8")
 
 
@@ -285,9 +280,16 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, default=os.environ.get("KVCLIFF_TRACES"))
     parser.add_argument("--sweep-points", type=int, default=30, choices=range(1, 31), metavar="N",
                         help="points of LMCache's sweep to measure; fewer are scaled to 30")  # fmt: skip
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw the real trace there")
+    parser.add_argument(
+        "--figures", type=Path, metavar="DIR", help="only draw the real trace there"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.figures:
+        if given.traces is None:
+            parser.error("the figures need the real traces: give --traces or set KVCLIFF_TRACES")
+        figures(given.figures, Path(given.traces) / AGENTIC)
+        return 0
     report, about = Report(), machine()
     print(f"{about['cpu']}, {about['cores']} cores, load {about['load']:.1f}; {about['versions']}")
     trace = chat_trace(1, n_accesses=SYNTHETIC_ACCESSES)
@@ -298,8 +300,6 @@ def main() -> int:
         report.skip("the real traces: give --traces or set KVCLIFF_TRACES")
     else:
         _real(report, Path(given.traces))
-        if given.figures:
-            figures(given.figures, Path(given.traces) / AGENTIC)
     if given.out:
         content = {"schema": 1, "machine": about, "figures": report.rows,
                    "not_measured": report.missing}  # fmt: skip

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sim.curves.trace import MOST_TOKENS
+
 GIB = 2**30
 
 _ITEM = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<scale>[kMG]?)\s*(?P<unit>[A-Za-z]*)")
@@ -30,6 +32,12 @@ class Ruler:
 
         Raises ValueError that says what is wrong and what is accepted.
         """
+        blocks = self._blocks(text)
+        if blocks * self.block_tokens >= MOST_TOKENS:
+            raise ValueError(f"capacity {text!r} is not below 2**61 tokens")
+        return blocks
+
+    def _blocks(self, text: str) -> int:
         # "GiB" starts with a scale letter, so the unit is looked for first.
         item = text.strip()
         is_gib = item.lower().endswith("gib")
@@ -72,9 +80,11 @@ class Ruler:
 
     def gib(self, blocks: int) -> float | None:
         """GiB of KV in ``blocks`` blocks, None without a model."""
-        if self.bytes_per_token is None:
-            return None
-        return blocks * self.block_tokens * self.bytes_per_token / GIB
+        return self.gib_of(blocks * self.block_tokens)
+
+    def gib_of(self, tokens: int) -> float | None:
+        """GiB of KV of ``tokens`` tokens, None without a model."""
+        return None if self.bytes_per_token is None else tokens * self.bytes_per_token / GIB
 
 
 def spaced(low: int, high: int, n: int) -> list[int]:

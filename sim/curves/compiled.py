@@ -1,10 +1,11 @@
 """A compiled trace on disk: ``NAME.kvtrace.npz``, a zip of numpy arrays that says what it is.
 
-Version 1, members: ``about`` (UTF-8 JSON: format, version, source, block_tokens, counts, and how
+Version 2, members: ``about`` (UTF-8 JSON: format, version, source, block_tokens, counts, and how
 it was made), the tree (``is_next``: whether an edge continues the one before it, packed bits;
-``parents`` of the others; ``length``; ``last_edge``) and the requests (``time_us``,
-``session``, ``session_start_us``, ``input_tokens``, ``output_tokens``). Times are whole
-microseconds; sequences that grow slowly are stored as differences.
+``parents`` of the others; ``length``; ``last_edge``) and the requests (``time``,
+``session``, ``session_start``, ``input_tokens``, ``output_tokens``). Times are whole multiples of
+``time_unit_ns`` nanoseconds; sequences that grow slowly are stored as differences. Version 1 had
+rounded times to microseconds.
 """
 
 import json
@@ -16,15 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.curves.trace import Requests, TraceError, whole_us
+from sim.curves.trace import MOST_NS, Ints, Requests, TraceError, check_totals
 from sim.curves.tree import PrefixTree
 
 SUFFIX = ".kvtrace.npz"
 FORMAT = "kvcliff compiled trace"
-VERSION = 1
+VERSION = 2
 _MEMBERS = (
     "is_next", "parents", "length", "last_edge",
-    "time_us", "session", "session_start_us", "input_tokens", "output_tokens",
+    "time", "session", "session_start", "input_tokens", "output_tokens",
 )  # fmt: skip
 
 
@@ -32,6 +33,8 @@ def save(tree: PrefixTree, path: Path, *, notes: dict[str, Any] | None = None) -
     """Write ``tree`` to ``path`` whole or not at all; ``notes`` (JSON) come back from ``about``."""
     requests = tree.requests
     is_next = tree.parent == np.arange(len(tree.parent)) - 1
+    times = np.concatenate([requests.time_ns, requests.session_start_ns])
+    unit_ns = int(np.gcd.reduce(times)) or 1
     about = {
         "format": FORMAT,
         "version": VERSION,
@@ -42,6 +45,7 @@ def save(tree: PrefixTree, path: Path, *, notes: dict[str, Any] | None = None) -
         "distinct_blocks": tree.n_blocks,
         "edges": len(tree.parent),
         "starts_known": requests.starts_known,
+        "time_unit_ns": unit_ns,
         "kv_bytes_per_token": requests.kv_bytes_per_token,
         "notes": notes or {},
     }
@@ -51,9 +55,9 @@ def save(tree: PrefixTree, path: Path, *, notes: dict[str, Any] | None = None) -
         "parents": _small(np.diff(tree.parent[~is_next].astype(np.int64), prepend=0)),
         "length": _small(tree.length),
         "last_edge": _small(np.diff(tree.last_edge.astype(np.int64), prepend=0)),
-        "time_us": _small(np.diff(whole_us(requests.time_s), prepend=0)),
+        "time": _small(np.diff(requests.time_ns // unit_ns, prepend=0)),
         "session": _small(np.diff(requests.session, prepend=0)),
-        "session_start_us": _small(np.diff(whole_us(requests.session_start_s), prepend=0)),
+        "session_start": _small(np.diff(requests.session_start_ns // unit_ns, prepend=0)),
         "input_tokens": _small(np.diff(requests.input_tokens, prepend=0)),
         "output_tokens": _small(requests.output_tokens),
     }
@@ -100,7 +104,8 @@ def _members(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
             return {name: archive[name] for name in names}
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError) as error:
+        # RuntimeError: a damaged header asks for a password or an unknown compression.
         raise TraceError(f"{path}: damaged compiled trace: {error}") from None
 
 
@@ -126,9 +131,9 @@ def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
     parent = np.arange(len(length), dtype=np.int64) - 1
     parent[~is_next] = np.cumsum(wide["parents"])
     requests = Requests(
-        time_s=np.cumsum(wide["time_us"]) / 1e6,
+        time_ns=_times(wide["time"], said),
         session=np.cumsum(wide["session"]),
-        session_start_s=np.cumsum(wide["session_start_us"]) / 1e6,
+        session_start_ns=_times(wide["session_start"], said),
         input_tokens=np.cumsum(wide["input_tokens"]),
         output_tokens=wide["output_tokens"],
         block_tokens=int(said["block_tokens"]),
@@ -141,9 +146,18 @@ def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
         raise ValueError("its columns differ in length")
     last_edge = np.cumsum(wide["last_edge"]).astype(np.int32)
     tree = PrefixTree.from_edges(requests, parent.astype(np.int32), length, last_edge)
+    check_totals(requests, tree.blocks_of_requests(), lambda r: f"request {r}")
     if tree.n_accesses != said["accesses"]:
         raise ValueError(f"{tree.n_accesses} accesses, but it says {said['accesses']}")
     return tree
+
+
+def _times(steps: Ints, said: dict[str, Any]) -> Ints:
+    """Nanoseconds; ValueError where they are no times."""
+    unit_ns, counts = int(said["time_unit_ns"]), np.cumsum(steps)
+    if unit_ns < 1 or (len(counts) and not 0 <= counts.min() <= counts.max() < MOST_NS // unit_ns):
+        raise ValueError(f"times out of range, in units of {unit_ns} ns")
+    return counts * unit_ns
 
 
 def _small(values: NDArray[Any]) -> NDArray[np.signedinteger]:

@@ -7,13 +7,15 @@ have made vLLM wait or preempt, which changes the order itself.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from sim.curves.jit import read_only, run, use_numba
 from sim.curves.kernels import overlap
+from sim.curves.sources import csv_numbers
 from sim.curves.stack import Curve, decode_units, hit_caps, in_units, path_units
-from sim.curves.trace import Floats, Ints
+from sim.curves.trace import Floats, Ints, TraceError
 from sim.curves.tree import PrefixTree
 
 
@@ -23,6 +25,31 @@ class ConcurrentCurve:
 
     curve: Curve
     exact_from: int
+
+
+def read_lifetimes(file: Path, n_requests: int) -> tuple[Floats, Floats]:
+    """Start and finish of every request by a CSV of ``request,start_s,finish_s``.
+
+    Raises TraceError with file, line and field.
+    """
+    times = np.full((2, n_requests), np.nan)
+    columns = {"request": int, "start_s": float, "finish_s": float}
+    for where, (request, start, finish) in csv_numbers(file, columns):
+        number = int(request)
+        if not 0 <= number < n_requests or not 0 <= start <= finish < float("inf"):
+            raise TraceError(
+                f"{where}: request {number} from {start} to {finish} s; requests are 0 to "
+                f"{n_requests - 1}, start at 0 s or later and end after they start"
+            )
+        if times[0, number] == times[0, number]:
+            raise TraceError(f"{where}: request {number} is there twice")
+        times[:, number] = start, finish
+    missing = np.flatnonzero(np.isnan(times[0]))
+    if len(missing):
+        raise TraceError(
+            f"{file}: {len(missing)} of {n_requests} requests are missing, first {missing[0]}"
+        )
+    return times[0], times[1]
 
 
 def events_of(starts_s: Floats, finishes_s: Floats) -> Ints:

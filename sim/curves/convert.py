@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from sim.curves.trace import Ints
+from sim.curves.trace import MOST_TOKENS, Ints
 from sim.curves.tree import PrefixTree
 
 TARGETS = ("lmcache", "mooncake")
@@ -28,10 +28,12 @@ def convert(
     "lmcache": lookup-hash JSONL as LMCache 0.5.6's MP server logs it and its cache simulator
     reads it, in chunks of ``chunk_tokens`` (default: the trace's block). "mooncake": block ids
     numbered afresh. ``.gz`` is compressed. The file is whole or absent. Raises ValueError for an
-    unknown target.
+    unknown target or a chunk out of range.
     """
     if target not in TARGETS:
         raise ValueError(f"target {target!r} is not known; known: {', '.join(TARGETS)}")
+    if chunk_tokens is not None and not 1 <= chunk_tokens < MOST_TOKENS:
+        raise ValueError(f"chunks of {chunk_tokens} tokens; they hold at least 1, below 2**61")
     order = tree.requests.order() if order is None else order
     if target == "lmcache":
         rows = _lookups(tree, order, chunk_tokens or tree.requests.block_tokens, kv_bytes_per_token)
@@ -67,7 +69,7 @@ def _lookups(
     tree: PrefixTree, order: Ints, chunk_tokens: int, kv_bytes_per_token: int
 ) -> Iterator[dict[str, Any]]:
     block = tree.requests.block_tokens
-    arrivals = tree.requests.arrivals_s()
+    arrivals = tree.requests.arrivals_ns() / 1e9
     for r in order.tolist():
         ids = tree.ids_of(r)
         ends = np.arange(chunk_tokens, len(ids) * block + 1, chunk_tokens)
@@ -86,7 +88,8 @@ def _lookups(
 
 
 def _mooncake(tree: PrefixTree, order: Ints) -> Iterator[dict[str, Any]]:
-    arrivals = np.rint(tree.requests.arrivals_s() * 1000).astype(np.int64)
+    # Rounded to Mooncake's milliseconds; the rows' order says who came first within one.
+    arrivals = (tree.requests.arrivals_ns() + 500_000) // 1_000_000
     for r in order.tolist():
         yield {
             "timestamp": int(arrivals[r]),

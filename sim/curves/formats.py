@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sim.curves.trace import TraceError
+from sim.curves.trace import MOST_NS, TraceError
 
 MOONCAKE_BLOCK_TOKENS = 512
 BAILIAN_BLOCK_TOKENS = 16
+_MS = 10**6
+
+MOST_PROMPT_TOKENS = 10**9
+"""Of a journal, whose blocks are named one by one: more is no prompt any engine has served."""
 
 _DTYPE_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -26,13 +30,13 @@ class Row:
     """One request. ``ids`` is its list of block ids, or the number of its extracted array.
 
     ``scope``: ids of different scopes never mean the same block. ``session``: name of the session,
-    None when the request stands alone; ``session_start_s`` None when the format has no such time
-    (``time_s`` then counts from the session's start).
+    None when the request stands alone. ``has_start``: whether the format says when sessions start;
+    if not, ``time_ns`` counts from the session's start.
     """
 
     where: str
     ids: Any
-    time_s: float
+    time_ns: int
     block_tokens: int
     input_tokens: int
     output_tokens: int = 0
@@ -69,7 +73,7 @@ def _mooncake(row: dict[str, Any], where: str, block: int | None) -> Iterator[Ro
     yield Row(
         where,
         row["hash_ids"],
-        number(row, "timestamp", where) / 1000,
+        moment(row, "timestamp", where, unit_ns=_MS),
         block or MOONCAKE_BLOCK_TOKENS,
         count(row, "input_length", where),
         count(row, "output_length", where, default=0),
@@ -80,7 +84,7 @@ def _bailian(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row
     yield Row(
         where,
         row["hash_ids"],
-        number(row, "timestamp", where),
+        moment(row, "timestamp", where),
         block or BAILIAN_BLOCK_TOKENS,
         count(row, "input_length", where),
         count(row, "output_length", where, default=0),
@@ -95,7 +99,7 @@ def _kvcache_simulator(row: dict[str, Any], where: str, block: int | None) -> It
     yield Row(
         where,
         row["hash_ids"],
-        number(row, "timestamp", where, default=0) / 1000,
+        moment(row, "timestamp", where, unit_ns=_MS, default=0),
         size,
         count(row, "input_length", where),
         count(row, "output_length", where, default=0),
@@ -109,27 +113,34 @@ def _lmcache(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row
     yield Row(
         where,
         row["chunk_hashes"],
-        number(row, "timestamp", where),
+        moment(row, "timestamp", where),
         size,
         count(row, "seq_len", where),
         scope=str(row.get("model_name", "")),
-        kv_bytes_per_token=_bytes_of(row, size),
+        kv_bytes_per_token=_bytes_of(row, size, where),
     )
 
 
-def _bytes_of(row: dict[str, Any], chunk_tokens: int) -> float | None:
-    """KV bytes a token by the row's tensors, None where they do not say."""
+def _bytes_of(row: dict[str, Any], chunk_tokens: int, where: str) -> float | None:
+    """KV bytes a token by the row's tensors; None without them or with a dtype not known here."""
     shapes, dtypes = row.get("shapes"), row.get("dtypes")
-    if not isinstance(shapes, list) or not isinstance(dtypes, list) or len(shapes) != len(dtypes):
+    if not shapes or not dtypes:
         return None
-    try:
-        sizes = [
-            math.prod(shape) * _DTYPE_BYTES[dtype]
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
-    except (KeyError, TypeError):
+    is_list = isinstance(shapes, list) and isinstance(dtypes, list) and len(shapes) == len(dtypes)
+    if not is_list or not all(map(_is_shape, shapes)):
+        raise TraceError(
+            f"{where}: fields 'shapes' and 'dtypes' are {_short(shapes)} and {_short(dtypes)}; "
+            "lists of one length are needed, shapes of whole numbers from 1 to 2**31"
+        )
+    sizes = [_DTYPE_BYTES.get(str(dtype)) for dtype in dtypes]
+    numbers: list[int] = [math.prod(shape) for shape in shapes]
+    if None in sizes or sum(numbers) >= 2**62:
         return None
-    return sum(sizes) / chunk_tokens or None
+    return sum(n * (size or 0) for n, size in zip(numbers, sizes, strict=True)) / chunk_tokens
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and all(type(n) is int and 1 <= n <= 2**31 for n in shape)
 
 
 def _journal(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
@@ -140,15 +151,20 @@ def _journal(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row
     if block is None:
         raise TraceError(f"{where}: a journal does not say the block size: give --block-tokens")
     document, name = whole(row, "doc", where), str(row["pass"])
-    shared = count(row, "doc_tokens", where) // block
     prompt = count(row, "prompt_tokens", where)
+    if not count(row, "doc_tokens", where) <= prompt <= MOST_PROMPT_TOKENS:
+        raise TraceError(
+            f"{where}: fields 'doc_tokens' and 'prompt_tokens' are {row['doc_tokens']} and "
+            f"{prompt}; a document is no longer than its prompt, a prompt than {MOST_PROMPT_TOKENS:,}"
+        )
+    shared = row["doc_tokens"] // block
     kind = "warmup" if row.get("phase") == "warmup" else "measure"
     ids = [f"{kind}/{document}/{i}" for i in range(shared)]
     ids += [f"{name}/{document}/question/{i}" for i in range(shared, prompt // block)]
     yield Row(
         where,
         ids,
-        count(row, "sent_unix_ns", where) / 1e9,
+        count(row, "sent_unix_ns", where),
         block,
         prompt,
         count(row, "output_tokens", where, default=0),
@@ -167,11 +183,11 @@ def _weka(session: dict[str, Any], where: str, block: int | None) -> Iterator[Ro
     if scope not in ("local", "global"):
         raise TraceError(f"{where}: field 'hash_id_scope' is {scope!r}; known: local, global")
     local = name if scope == "local" else ""
-    yield from _weka_requests(session["requests"], where, 0.0, size, (name, local))
+    yield from _weka_requests(session["requests"], where, 0, size, (name, local))
 
 
 def _weka_requests(
-    requests: Any, where: str, start_s: float, size: int, names: tuple[str, str]
+    requests: Any, where: str, start_ns: int, size: int, names: tuple[str, str]
 ) -> Iterator[Row]:
     """Requests of a session or of a sub-agent, whose times count from its own start."""
     if not isinstance(requests, list):
@@ -180,16 +196,16 @@ def _weka_requests(
         at = f"{where}: requests[{index}]"
         if not isinstance(request, dict):
             raise TraceError(f"{at}: a {type(request).__name__} where an object should be")
-        time_s = start_s + number(request, "t", at)
+        time_ns = moment(request, "t", at, since_ns=start_ns)
         if "requests" in request:
-            yield from _weka_requests(request["requests"], at, time_s, size, names)
+            yield from _weka_requests(request["requests"], at, time_ns, size, names)
             continue
         if "hash_ids" not in request:
             raise TraceError(f"{at}: field 'hash_ids' is missing")
         yield Row(
             at,
             request["hash_ids"],
-            time_s,
+            time_ns,
             size,
             count(request, "in", at),
             count(request, "out", at, default=0),
@@ -214,16 +230,32 @@ FORMATS = (
 )  # fmt: skip
 
 
-def number(row: dict[str, Any], field: str, where: str, *, default: float | None = None) -> float:
-    """A finite number ≥ 0 from ``row``; TraceError otherwise."""
-    value = row.get(field)
-    if type(value) in (int, float) and 0 <= value < math.inf:  # type: ignore[operator]
-        return float(value)  # type: ignore[arg-type]
-    value = _value(row, field, where, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
+def moment(
+    row: dict[str, Any],
+    field: str,
+    where: str,
+    *,
+    unit_ns: int = 10**9,
+    since_ns: int = 0,
+    default: int | None = None,
+) -> int:
+    """Nanoseconds: ``since_ns`` plus a finite number ≥ 0 of units of ``unit_ns`` from ``row``.
+
+    A 64-bit float is taken apart first: multiplied, one of 1.7e9 s would lose the last of its
+    digits, and with it who came first. TraceError where it is no such number.
+    """
+    value: Any = row.get(field, default)
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        value = _value(row, field, where, default)
         raise TraceError(f"{where}: field {field!r} is {_short(value)}; a number ≥ 0 is needed")
-    return float(value)
+    units = int(value)
+    time_ns: int = since_ns + units * unit_ns + round((value - units) * unit_ns)
+    if time_ns >= MOST_NS:
+        raise TraceError(
+            f"{where}: field {field!r} is {_short(value)}: a moment {MOST_NS // 10**9:,} s or more "
+            "after 0 cannot be kept; is it in the format's unit?"
+        )
+    return time_ns
 
 
 def count(

@@ -13,7 +13,17 @@ import numpy as np
 from sim.curves.formats import Format, Row, format_of
 from sim.curves.ingest import ArrayScanner, load_json
 from sim.curves.sources import expected_bytes, sources
-from sim.curves.trace import Floats, IdArray, Ints, Requests, Trace, TraceError, offsets_of
+from sim.curves.trace import (
+    MOST_NS,
+    MOST_TOKENS,
+    IdArray,
+    Ints,
+    Requests,
+    Trace,
+    TraceError,
+    check_totals,
+    offsets_of,
+)
 
 PIECE_BYTES = 64 * 2**20
 """JSONL is read in pieces of about this size, so that memory stays a few times as large."""
@@ -56,6 +66,8 @@ def parse_trace(
 
     ``expected``: about how many bytes they are, 0 if unknown.
     """
+    if block_tokens is not None and not 1 <= block_tokens < MOST_TOKENS:
+        raise TraceError(f"blocks of {block_tokens} tokens; they hold at least 1, below 2**61")
     try:
         got = _Collected(
             False, ArrayScanner("hash_ids", engine=engine, expected_bytes=expected), _GrowingIds()
@@ -271,9 +283,9 @@ def _assemble(got: _Collected) -> Trace:
     session, starts, times = _sessions(rows)
     known = {row.kv_bytes_per_token for row in rows}
     requests = Requests(
-        time_s=times,
+        time_ns=times,
         session=session,
-        session_start_s=starts,
+        session_start_ns=starts,
         input_tokens=np.array([row.input_tokens for row in rows], dtype=np.int64),
         output_tokens=np.array([row.output_tokens for row in rows], dtype=np.int64),
         block_tokens=block,
@@ -281,18 +293,20 @@ def _assemble(got: _Collected) -> Trace:
         starts_known=rows[0].has_start,
         kv_bytes_per_token=known.pop() if len(known) == 1 else None,
     )
-    return Trace(requests, got.ids.all(), offsets_of(np.concatenate(got.counts)))
+    counts = np.concatenate(got.counts)
+    check_totals(requests, counts, lambda r: rows[r].where)
+    return Trace(requests, got.ids.all(), offsets_of(counts))
 
 
-def _sessions(rows: list[Row]) -> tuple[Ints, Floats, Floats]:
+def _sessions(rows: list[Row]) -> tuple[Ints, Ints, Ints]:
     """(session number, start of each session, time since the session's start)."""
     names = _roots(rows)
     numbers: dict[str | int, int] = {}
     session = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
-    times = np.array([row.time_s for row in rows], dtype=np.float64)
-    starts = np.zeros(len(numbers))
+    times = np.array([row.time_ns for row in rows], dtype=np.int64)
+    starts = np.zeros(len(numbers), dtype=np.int64)
     if rows[0].has_start:
-        starts = np.full(len(numbers), np.inf)
+        starts[:] = MOST_NS
         np.minimum.at(starts, session, times)
         times = times - starts[session]
     return session, starts, times

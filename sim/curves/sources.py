@@ -1,12 +1,13 @@
 """The bytes of a trace: a file, standard input, a folder or an archive, compressed or not."""
 
+import csv
 import gzip
 import io
 import lzma
 import sys
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from sim.curves.trace import TraceError
@@ -43,6 +44,46 @@ def expected_bytes(path: str) -> int:
         return sum(file.stat().st_size for file in files if file.name.endswith(ENDINGS))
     except OSError:
         return 0
+
+
+def csv_numbers(
+    file: Path, columns: Mapping[str, Callable[[str], float]]
+) -> Iterator[tuple[str, list[float]]]:
+    """(file and line, numbers) of each row of a CSV whose header is the names of ``columns``.
+
+    Each column's value is what its function makes of the text. Raises TraceError with file, line
+    and field.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise TraceError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{file}: not UTF-8 at byte {error.start}") from None
+    rows = csv.reader(text.splitlines(), strict=True)
+    try:
+        if next(rows, None) != list(columns):
+            raise TraceError(f"{file}:1: the header must be {','.join(columns)}")
+        for row in filter(None, rows):
+            where = f"{file}:{rows.line_num}"
+            if len(row) != len(columns):
+                raise TraceError(f"{where}: {len(row)} fields, but {len(columns)} in the header")
+            yield (
+                where,
+                [
+                    _number(make, value, where, name)
+                    for (name, make), value in zip(columns.items(), row, strict=True)
+                ],
+            )
+    except csv.Error as error:
+        raise TraceError(f"{file}:{rows.line_num}: not CSV: {error}") from None
+
+
+def _number(make: Callable[[str], float], value: str, where: str, name: str) -> float:
+    try:
+        return make(value)
+    except ValueError:
+        raise TraceError(f"{where}: field {name!r} is {value!r}; a number is needed") from None
 
 
 def _read(file: Path) -> bytes:

@@ -14,16 +14,19 @@ import numpy as np
 from sim.curves.jit import read_only, run, use_numba
 from sim.curves.kernels.surface import stack_surface
 from sim.curves.stack import first_counted, hit_caps, in_units, path_units
-from sim.curves.trace import Ints
+from sim.curves.trace import Ints, counted_tokens
 from sim.curves.tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """Token counts of shape (GPU capacities, host capacities); ``prompt_tokens`` is their total.
+    """Token counts of shape (GPU capacities, host capacities), out of ``counted_tokens``.
 
     Capacities in GPU blocks of ``gpu_tokens`` and host chunks of ``chunk_tokens``, ascending.
-    Computed tokens are the rest, partial blocks and chunks included.
+    Computed tokens are the rest, partial blocks and chunks included. A block that is listed counts
+    whole, so ``counted_tokens`` exceeds ``prompt_tokens``, the prompts' own sum, where the format
+    lists blocks that a prompt does not fill (Mooncake). Both, and ``accesses``, the blocks of the
+    trace looked up, are of the ``requests`` counted.
     """
 
     gpu_blocks: Ints
@@ -33,6 +36,8 @@ class Surface:
     gpu_hit_tokens: Ints
     host_loaded_tokens: Ints
     prompt_tokens: int
+    counted_tokens: int
+    accesses: int
     requests: int
 
 
@@ -59,7 +64,8 @@ def surface(
     gpu_edges, host_edges = _capacities(gpu_blocks, "GPU"), _capacities(host_chunks, "host")
     first = first_counted(len(order), warm_up)
     table = np.zeros((len(gpu_edges) + 1) * (len(host_edges) + 1), dtype=np.int64)
-    length = tree.blocks_of_requests() * tree.requests.block_tokens
+    blocks = tree.blocks_of_requests()
+    length = blocks * tree.requests.block_tokens
     fenwicks = [np.zeros(len(order) + 1, dtype=np.int64) for _ in range(2)]
     buffers = [np.zeros(len(tree.parent) + 1, dtype=np.int64) for _ in range(7)]
     run(
@@ -71,11 +77,12 @@ def surface(
         *(np.full(len(tree.parent), -1, dtype=np.int64), *fenwicks, *buffers, table),
         compiled=use_numba(20 * len(order) + len(tree.parent), engine),
     )
+    counted = order[first:]
+    totals = (tree.requests.input_tokens, counted_tokens(tree.requests, blocks), blocks)
+    prompt, whole, accesses = (int(total[counted].sum()) for total in totals)
     on_gpu, loaded = _split(table.reshape(len(gpu_edges) + 1, len(host_edges) + 1))
-    prompts = np.maximum(tree.requests.input_tokens, length)[order[first:]]
-    return Surface(
-        gpu_edges, host_edges, gpu, chunk, on_gpu, loaded, int(prompts.sum()), len(prompts)
-    )
+    return Surface(gpu_edges, host_edges, gpu, chunk, on_gpu, loaded, prompt_tokens=prompt,
+                   counted_tokens=whole, accesses=accesses, requests=len(counted))  # fmt: skip
 
 
 def _capacities(values: Sequence[int], tier: str) -> Ints:

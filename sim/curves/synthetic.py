@@ -31,9 +31,9 @@ def trace_of(
     counts = np.array([len(path) for path in paths], dtype=np.int64)
     n = len(paths)
     requests = Requests(
-        time_s=np.zeros(n),
+        time_ns=np.zeros(n, dtype=np.int64),
         session=np.arange(n),
-        session_start_s=np.arange(n, dtype=np.float64),
+        session_start_ns=np.arange(n) * 10**9,
         input_tokens=np.array(input_tokens, np.int64) if input_tokens else counts * block_tokens,
         output_tokens=np.zeros(n, dtype=np.int64),
         block_tokens=block_tokens,
@@ -71,9 +71,9 @@ def chat_trace(seed: int, *, n_accesses: int, sessions_at_once: int = 200) -> Tr
     counts = np.array([len(part) for part in parts], dtype=np.int64)
     skeleton = trace_of([[] for _ in parts])
     requests = Requests(
-        time_s=skeleton.requests.time_s,
+        time_ns=skeleton.requests.time_ns,
         session=skeleton.requests.session,
-        session_start_s=skeleton.requests.session_start_s,
+        session_start_ns=skeleton.requests.session_start_ns,
         input_tokens=counts * 16,
         output_tokens=skeleton.requests.output_tokens,
         block_tokens=16,

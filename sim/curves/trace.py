@@ -1,6 +1,7 @@
 """A request trace in memory: which KV blocks each prompt consists of, and when it arrives."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,12 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 IdArray = NDArray[np.signedinteger[Any]]
 
+MOST_NS = 2**62
+"""Times stay below this (146 years; as seconds since 1970: until 2116), so that two can be added."""
+
+MOST_TOKENS = 2**61
+"""The tokens of a trace stay below this, so that sums and differences fit 64 bits."""
+
 
 class TraceError(ValueError):
     """A trace that cannot be used: what is wrong, and in which file, line and field."""
@@ -20,15 +27,15 @@ class TraceError(ValueError):
 class Requests:
     """What is known about R requests besides their blocks, in the order of the trace.
 
-    A request arrives ``time_s`` seconds after its session starts. Formats without sessions make
-    each request its own. Lengths are tokens; ``input_tokens`` may end in a partial block.
+    A request arrives ``time_ns`` nanoseconds after its session starts. Formats without sessions
+    make each request its own. Lengths are tokens; ``input_tokens`` may end in a partial block.
     ``starts_known``: False where the format has no session starts (all are 0 until given one).
     ``kv_bytes_per_token``: where the trace itself says it.
     """
 
-    time_s: Floats
+    time_ns: Ints
     session: Ints
-    session_start_s: Floats
+    session_start_ns: Ints
     input_tokens: Ints
     output_tokens: Ints
     block_tokens: int
@@ -37,29 +44,41 @@ class Requests:
     kv_bytes_per_token: float | None = None
 
     def __len__(self) -> int:
-        return len(self.time_s)
+        return len(self.time_ns)
 
-    def arrivals_s(self, time_scale: float = 1.0) -> Floats:
-        """Arrival of each request; ``time_scale`` stretches the sessions' starts, not their pace."""
-        return self.session_start_s[self.session] * time_scale + self.time_s
+    def arrivals_ns(self, time_scale: float = 1.0) -> Ints:
+        """Arrival of each request; ``time_scale`` stretches the sessions' starts, not their pace.
+
+        The first session starts when it did. Raises ValueError where 64 bits do not hold the times.
+        """
+        starts = self.session_start_ns
+        if time_scale != 1 and len(starts):
+            first = starts.min()
+            with np.errstate(over="ignore"):
+                stretched = (starts - first) * time_scale
+            if not stretched.max() < MOST_NS:
+                raise ValueError(
+                    f"a time scale of {time_scale:g} puts sessions {stretched.max() / 1e9:g} s "
+                    f"after the first; {MOST_NS / 1e9:g} s is the most"
+                )
+            starts = first + np.rint(stretched).astype(np.int64)
+        return starts[self.session] + self.time_ns
 
     def order(self, time_scale: float = 1.0) -> Ints:
-        """Request numbers by arrival; requests of the same microsecond keep the trace's order.
-
-        In whole microseconds, which is what a compiled trace keeps: its order is the same.
-        """
-        starts = whole_us(self.session_start_s * time_scale)
-        return np.argsort(starts[self.session] + whole_us(self.time_s), kind="stable")
+        """Request numbers by arrival; requests of the same nanosecond keep the trace's order."""
+        return np.argsort(self.arrivals_ns(time_scale), kind="stable")
 
     def started_over(self, spread_s: float, seed: int) -> "Requests":
         """The same sessions, each starting at a random moment of ``[0, spread_s)``.
 
         The moments come from Python's ``random.Random(seed)``, one per session in their order, so
-        they are the same on every machine and version.
+        they are the same on every machine and version. Raises ValueError for a spread too long.
         """
+        if not spread_s * 1e9 < MOST_NS:
+            raise ValueError(f"a spread of {spread_s:g} s; {MOST_NS / 1e9:g} s is the most")
         draw = random.Random(seed)
-        starts = [draw.random() * spread_s for _ in self.session_start_s]
-        return replace(self, session_start_s=np.array(starts, dtype=np.float64), starts_known=True)
+        starts = [int(draw.random() * spread_s * 1e9) for _ in self.session_start_ns]
+        return replace(self, session_start_ns=np.array(starts, dtype=np.int64), starts_known=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +115,27 @@ class Trace:
         return Trace(self.requests, kept, offsets_of(counts))
 
 
-def whole_us(seconds: Floats) -> Ints:
-    """``seconds`` in whole microseconds; ValueError where 64 bits do not hold them."""
-    if len(seconds) and not np.abs(seconds).max() < 2**62 / 1e6:
-        raise ValueError(
-            f"a time of {np.abs(seconds).max():g} s is too large: is the timestamp's unit right?"
-        )
-    return np.rint(seconds * 1e6).astype(np.int64)
+def counted_tokens(requests: Requests, blocks: Ints) -> Ints:
+    """Tokens of each prompt with all its listed ``blocks`` whole; no less than it says it has."""
+    tokens: Ints = np.maximum(requests.input_tokens, blocks * requests.block_tokens)
+    return tokens
+
+
+def check_totals(requests: Requests, blocks: Ints, where: Callable[[int], str]) -> None:
+    """Raise TraceError if sums of tokens might not fit 64 bits; ``where`` names a request.
+
+    In floats, whose rounding is nothing beside the factor of 4 that is left.
+    """
+    for name, tokens in (
+        ("prompt", requests.input_tokens.astype(np.float64)),
+        ("generated", requests.output_tokens.astype(np.float64)),
+        ("listed block", blocks * float(requests.block_tokens)),
+    ):
+        if tokens.sum() >= MOST_TOKENS:
+            raise TraceError(
+                f"{where(int(tokens.argmax()))}: {tokens.max():.3g} {name} tokens, of "
+                f"{tokens.sum():.3g} in the trace; it must stay below {float(MOST_TOKENS):.3g}"
+            )
 
 
 def offsets_of(counts: Ints) -> Ints:

@@ -204,7 +204,7 @@ def test_a_compiled_trace_comes_back_the_same(tmp_path: Path) -> None:
         for field in ("parent", "length", "last_edge", "start", "end", "head"):
             assert np.array_equal(getattr(tree, field), getattr(again, field)), field
         assert np.array_equal(tree.requests.order(), again.requests.order())
-        spread = tree.requests.started_over(1e-4, seed)  # many within the same microsecond
+        spread = tree.requests.started_over(1e-7, seed)  # some within the same nanosecond
         compiled.save(dataclasses.replace(tree, requests=spread), path)
         assert np.array_equal(spread.order(), compiled.load(path).requests.order())
         assert np.array_equal(tree.requests.input_tokens, again.requests.input_tokens)
@@ -216,7 +216,7 @@ def test_a_compiled_trace_says_what_it_is(tmp_path: Path) -> None:
     tree, path = saved(tmp_path)
     said = compiled.about(path)
     assert said["format"] == "kvcliff compiled trace"
-    assert said["version"] == 1
+    assert said["version"] == 2
     assert said["accesses"] == tree.n_accesses
     assert said["notes"] == {"why": "test"}
     assert compiled.is_compiled(path)
@@ -234,10 +234,26 @@ def test_another_version_and_damage_are_refused(
     np.savez(tmp_path / "x.npz", a=np.zeros(1))
     with pytest.raises(TraceError, match=r"x\.npz: no compiled trace: it lacks about"):
         compiled.load(tmp_path / "x.npz")
-    monkeypatch.setattr(compiled, "VERSION", 2)
+    monkeypatch.setattr(compiled, "VERSION", 3)
     path.write_bytes(content)
-    with pytest.raises(TraceError, match=r"version 1 of the format, but 2 is read here: compile"):
+    with pytest.raises(TraceError, match=r"version 2 of the format, but 3 is read here: compile"):
         compiled.load(path)
+
+
+def test_a_flipped_bit_changes_nothing_or_is_refused(tmp_path: Path) -> None:
+    tree, path = saved(tmp_path)
+    content = path.read_bytes()
+    refused = 0
+    for at in range(0, len(content), 7):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        try:
+            again = compiled.load(path)
+        except TraceError:
+            refused += 1
+        else:
+            assert np.array_equal(curve(tree).hits, curve(again).hits)
+            assert np.array_equal(tree.requests.time_ns, again.requests.time_ns)
+    assert refused > len(content) // 14
 
 
 def test_a_compiled_trace_takes_a_twentieth_of_a_byte_an_access(tmp_path: Path) -> None:

@@ -1,16 +1,25 @@
 import csv
+import itertools
 import json
+import random
 import re
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from harness import curve_plots
-from harness.curve_commands import Replay, run_curve, run_surface, write_csv
+from harness.curve_cli import add_to
+from harness.curve_commands import Replay, read_measured, run_curve, run_surface
+from harness.curve_tables import readable, write_csv
 from harness.curve_traces import Loaded, TraceOptions, compile_trace, convert_trace, describe, load
 from harness.errors import InputError
 from sim.curves.capacity import Ruler, spaced
+from sim.curves.synthetic import random_trace
+from sim.curves.tree import build_tree
 
 # a, b, a again: see test_curves_surface for the stack by hand.
 ROWS = [
@@ -125,11 +134,25 @@ def test_a_given_concurrency_replaces_the_serial_order(trace: str, tmp_path: Pat
     assert [point["hit_blocks"] for point in content["points"]] == [4, 4]
 
 
+def test_a_byte_order_mark_in_the_lifetimes_is_no_part_of_them(trace: str, tmp_path: Path) -> None:
+    lives = tmp_path / "lives.csv"
+    lives.write_bytes(b"\xef\xbb\xbfrequest,start_s,finish_s\r\n0,2,9\r\n1,0,9\r\n2,1,9\r\n")
+    assert curve_json(trace, "6", concurrency=lives)["exact_from_blocks"] == 6
+    lives.write_bytes(b"request,start_s,finish_s\n0,\xff,9\n")
+    with pytest.raises(InputError, match=r"lives.csv: not UTF-8 at byte 27"):
+        curve_json(trace, "6", concurrency=lives)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("", r"lives.csv:1: the header must be request,start_s,finish_s"),
         ("request,start\n", r"lives.csv:1: the header must be request,start_s,finish_s"),
-        ("request,start_s,finish_s\n0,1,x\n", r"lives.csv:2: .* something else than numbers"),
+        ("request,start_s,finish_s\n0,1,x\n", r"lives.csv:2: field 'finish_s' is 'x'"),
+        ("request,start_s,finish_s\n0,1\n", r"lives.csv:2: 2 fields, but 3 in the header"),
+        ("request,start_s,finish_s\n0,1,2,3\n", r"lives.csv:2: 4 fields, but 3 in the header"),
+        ('request,start_s,finish_s\n0,"1"x,2\n', r"lives.csv:2: not CSV"),
+        ("request,start_s,finish_s\n1e400,1,2\n", r"lives.csv:2: field 'request' is '1e400'"),
         ("request,start_s,finish_s\n0,2,1\n", r"lives.csv:2: request 0 from 2.0 to 1.0 s"),
         ("request,start_s,finish_s\n7,1,2\n", r"lives.csv:2: request 7"),
         ("request,start_s,finish_s\n0,1,nan\n", r"lives.csv:2: request 0 from 1.0 to nan"),
@@ -154,7 +177,34 @@ def test_surface_json_by_hand(trace: str) -> None:
                      (6, 6, 4, 0)]  # fmt: skip
     for point in content["points"]:
         tokens = [point[f"{s}_tokens"] for s in ("gpu_hit", "host_loaded", "computed")]
-        assert sum(tokens) == content["prompt_tokens"] == 5120
+        assert sum(tokens) == content["counted_tokens"] == content["prompt_tokens"] == 5120
+
+
+def test_listed_blocks_count_whole_and_both_totals_are_named(tmp_path: Path) -> None:
+    # Four blocks listed, 100 tokens of the last one: 1,636 tokens said, 2,048 counted.
+    row = ROWS[0] | {"input_length": 3 * 512 + 100}
+    (tmp_path / "t.jsonl").write_text(json.dumps(row))
+    described = describe(str(tmp_path / "t.jsonl"), TraceOptions())
+    loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
+    content = run_surface(loaded, Replay(), gpu="1", host="1").json
+    for found in (described, content):
+        assert (found["prompt_tokens"], found["counted_tokens"]) == (1636, 2048)
+    assert any("counted_tokens" in said for said in content["assumptions"])
+    whole = load(str(tmp_path / "t.jsonl"), TraceOptions(full_blocks=True))
+    content = run_surface(whole, Replay(), gpu="1", host="1").json
+    assert (content["prompt_tokens"], content["counted_tokens"]) == (1636, 1636)
+
+
+def test_requests_that_warm_the_tiers_are_in_no_count(trace: str) -> None:
+    # a and b only warm both tiers: a's return is 4 blocks of 512 tokens, all hits.
+    loaded, how = load(trace, TraceOptions()), Replay(warm_up=0.67)
+    for content in (
+        run_curve(loaded, how, at="6").json,
+        run_surface(loaded, how, gpu="6", host="1").json,
+    ):
+        assert (content["requests"], content["accesses"]) == (1, 4)
+        assert content["points"][0]["hit_blocks"] == 4
+    assert (content["prompt_tokens"], content["counted_tokens"]) == (2048, 2048)
 
 
 def test_a_hosts_capacity_holds_whole_chunks(trace: str) -> None:
@@ -196,6 +246,9 @@ def test_converted_traces_give_the_same_curve(trace: str, tmp_path: Path) -> Non
         output = tmp_path / f"{target}.jsonl"
         assert convert_trace(trace, output, target, TraceOptions())["requests"] == 3
         assert [p["hit_blocks"] for p in curve_json(str(output), "3,5,9")["points"]] == [1, 3, 4]
+    for chunk in (0, 2**61):
+        with pytest.raises(InputError, match=f"chunks of {chunk} tokens; they hold at least 1"):
+            convert_trace(trace, tmp_path / "x", "lmcache", TraceOptions(), chunk_tokens=chunk)
     with pytest.raises(InputError, match="target 'x' is not known"):
         convert_trace(trace, tmp_path / "x", "x", TraceOptions())
 
@@ -206,15 +259,20 @@ def test_sessions_without_starts_are_spread_and_that_is_said(tmp_path: Path) -> 
         session = {"id": name, "block_size": 64, "requests": [request]}
         (tmp_path / f"{name}.json").write_text(json.dumps(session))
     loaded = load(str(tmp_path), TraceOptions(spread_hours=2, seed=7))
-    arrivals = loaded.tree.requests.arrivals_s()
-    assert ((arrivals >= 0) & (arrivals < 7200)).all()
+    arrivals = loaded.tree.requests.arrivals_ns()
+    assert ((arrivals >= 0) & (arrivals < 7200 * 10**9)).all()
     assert "2 sessions start at random moments of 2 h (seed 7)" in loaded.said[1]
     again = load(str(tmp_path), TraceOptions(spread_hours=2, seed=7))
-    assert again.tree.requests.arrivals_s().tolist() == arrivals.tolist()
+    assert again.tree.requests.arrivals_ns().tolist() == arrivals.tolist()
     with pytest.raises(InputError, match="a spread of -1 hours"):
         load(str(tmp_path), TraceOptions(spread_hours=-1))
+    with pytest.raises(InputError, match=r"a spread of 3.6e\+12 s; 4.6"):
+        load(str(tmp_path), TraceOptions(spread_hours=1e9))
     with pytest.raises(InputError, match="a time scale of 0"):
         load(str(tmp_path), TraceOptions(time_scale=0))
+    for scale in (1e18, 1e300):
+        with pytest.raises(InputError, match=r"a time scale of 1e\+.* puts sessions"):
+            load(str(tmp_path), TraceOptions(time_scale=scale))
 
 
 def test_gib_come_from_the_models_config(trace: str, model: Path) -> None:
@@ -223,6 +281,11 @@ def test_gib_come_from_the_models_config(trace: str, model: Path) -> None:
     (point,) = run_curve(loaded, Replay(), at=f"{5 * gib_a_block} GiB").json["points"]
     assert point["gpu_blocks"] == 5
     assert point["gpu_gib"] == 5 * gib_a_block
+
+
+def test_a_kv_dtype_without_a_model_is_refused(trace: str) -> None:
+    with pytest.raises(InputError, match="a KV cache of fp8 means nothing without a model"):
+        load(trace, TraceOptions(), kv_dtype="fp8")
 
 
 def test_a_missing_trace_or_model_is_an_input_error(trace: str, tmp_path: Path) -> None:
@@ -250,11 +313,13 @@ def test_capacities_are_understood(text: str, blocks: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", ",", "1,,2", "1,", "-1", "+1", "1_000", "1e3", "1.5", "x", "5 chunks", "٣", "1..9",
+    ["9" * 30, "1..9" + "9" * 30 + ":3", "", ",", "1,,2", "1,", "-1", "+1", "1_000", "1e3", "1.5", "x", "5 chunks", "٣", "1..9",
      "9..1:3", "0..9:3", "1..9:1", "1..9:x", "1 k GiB x", "nan", "1 GB"],
 )  # fmt: skip
 def test_capacities_that_are_none_are_refused_with_the_accepted_forms(text: str) -> None:
-    with pytest.raises(ValueError, match=r"accepted:|whole number of blocks|must rise"):
+    with pytest.raises(
+        ValueError, match=r"accepted:|whole number of blocks|must rise|below 2\*\*61"
+    ):
         Ruler(16, bytes_per_token=1024.0).all(text)
 
 
@@ -281,15 +346,15 @@ def test_plots_are_files_of_their_kind(loaded: Loaded, tmp_path: Path) -> None:
     for name, plot in (
         ("cliff", chart),
         ("map", curve_plots.heat_map(surface)),
-        ("sources", curve_plots.sources(surface, gpu_blocks=3)),
+        ("sources", curve_plots.sources(run_surface(loaded, Replay(), gpu="3"))),
     ):
         curve_plots.save(plot, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     curve_plots.save(chart, tmp_path / "c.svg")
     svg = (tmp_path / "c.svg").read_text()
-    assert "your GPU: 10.0% at 1,536 tokens" in svg
-    assert "95 % of the ideal: 40.0%" in svg
-    assert "GiB" in svg
+    for text in ("your GPU", "10.0% of blocks", "1.54k tokens", "95% of the ideal", "3.07k tokens",
+                 "never evicting: 40.0%", "GiB"):  # fmt: skip
+        assert text in svg
 
 
 def test_the_html_needs_no_network(loaded: Loaded, tmp_path: Path) -> None:
@@ -298,31 +363,239 @@ def test_the_html_needs_no_network(loaded: Loaded, tmp_path: Path) -> None:
     assert not re.search(r"<script[^>]+src=|<link[^>]+href=", html)
 
 
-def test_measured_points_lie_over_the_prediction(loaded: Loaded) -> None:
-    chart = curve_plots.measured_over_predicted(run_curve(loaded, Replay()), [(3, 0.1), (5, 0.3)])
+def test_measured_points_lie_over_the_prediction(loaded: Loaded, tmp_path: Path) -> None:
+    file = tmp_path / "m.csv"
+    file.write_text("gpu_blocks,hit_share\n3,0.1\n5,0.3\n", encoding="utf-8-sig")
+    chart = curve_plots.cliff(run_curve(loaded, Replay()), measured=read_measured(file))
     assert chart["layer"][-1]["data"]["values"] == [
         {"tokens": 1536, "share": 0.1},
         {"tokens": 2560, "share": 0.3},
     ]
+    file.write_text("gpu_blocks,hit_share\n3,1.5\n")
+    with pytest.raises(InputError, match=r"m.csv:2: a share of 1.5 at 3 blocks; shares are 0 to 1"):
+        read_measured(file)
 
 
-def test_contours_say_the_least_host_that_reaches_a_share(loaded: Loaded) -> None:
-    surface = run_surface(loaded, Replay(), gpu="1..6:6", host="1..6:6")
-    lines = [layer for layer in curve_plots.heat_map(surface)["layer"]
-             if isinstance(layer["mark"], dict) and layer["mark"]["type"] == "line"]  # fmt: skip
-    # 40 % of the tokens is all there is to serve: below the lowest contour of 50 %.
-    assert lines == []
+def lines_of(chart: dict[str, Any]) -> list[list[dict[str, float]]]:
+    """The corners of each contour, without its white rim; the dotted line of equal sizes first."""
+    return [
+        layer["data"]["values"] for layer in chart["layer"]
+        if layer["mark"]["type"] == "line" and layer["mark"].get("color") != "white"
+    ]  # fmt: skip
+
+
+def test_contours_follow_the_cells_that_reach_a_share(loaded: Loaded) -> None:
+    upto6 = "1,2,3,4,5,6"
+    chart = curve_plots.heat_map(run_surface(loaded, Replay(), gpu=upto6, host=upto6))
+    diagonal, target, *rounds = lines_of(chart)
+    assert [point["x"] == point["y"] for point in diagonal] == [True, True]
+    # 4 of 10 blocks at most: contours at 38 %, 95 % of that, and 30, 20, 10 %. The last needs 3
+    # blocks in either tier, whose cells begin half way from 2: at sqrt(6) blocks of 512 tokens.
+    assert len(rounds) == 3
+    edge = 512 * 6**0.5
+    lowest = [(point["x"], point["y"]) for point in rounds[-1]]
+    assert lowest[0] == pytest.approx((512, edge))
+    assert lowest[-2:] == [pytest.approx((edge, edge)), pytest.approx((edge, 512))]
+    # All four hits, of which 38 % of the blocks is no whole number, need 6 blocks.
+    assert target[0]["y"] == pytest.approx(512 * 30**0.5)
+
+
+def test_a_map_whose_tokens_are_mostly_computed_has_contours_and_labels_too(
+    tmp_path: Path,
+) -> None:
+    # One block of sixty comes back, past twenty others: 1.7 % of the tokens.
+    rows = [ROWS[0] | {"hash_ids": [first, *range(100 * i + 10, 100 * i + 29)], "timestamp": i}
+            for i, first in enumerate((1, 2, 1))]  # fmt: skip
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
+    chart = curve_plots.heat_map(run_surface(loaded, Replay()))
+    assert len(lines_of(chart)) > 1
+    svg = rendered(chart, tmp_path)
+    assert "2%: 95% of the ideal" in svg
+    assert "95% of the possible hits need" in svg
+
+
+def rendered(chart: dict[str, Any], folder: Path) -> str:
+    curve_plots.save(chart, folder / "c.svg")
+    return (folder / "c.svg").read_text()
+
+
+def test_the_cliffs_axis_ends_a_little_above_its_ceiling(loaded: Loaded) -> None:
+    chart = curve_plots.cliff(run_curve(loaded, Replay()))  # 40 % of the blocks at most
+    domains = [
+        layer["encoding"]["y"]["scale"]["domain"] for layer in chart["layer"] if "encoding" in layer
+    ]
+    assert domains == [[0, 0.5]] * len(domains)
+    assert chart["title"]["text"] == "95% of the possible hits need 3.07k tokens of GPU KV (" + (
+        f"{6 * 512 * BYTES_PER_TOKEN / 2**30:.3g} GiB)")  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cliffs_texts_cover_neither_its_curve_nor_each_other(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    trace = random_trace(seed, n_requests=draw.choice([3, 60, 400]), longest=draw.choice([4, 40]))
+    tree = build_tree(trace)
+    loaded = Loaded(tree, tree.requests.order(), Ruler(16), (), (), starts_known=True)
+    run = run_curve(loaded, Replay())
+    mark = draw.randint(1, 2 * tree.n_blocks)
+    chart = curve_plots.cliff(run, mark_blocks=mark)
+    svg = rendered(chart, tmp_path)
+    texts = [layer["mark"] for layer in chart["layer"] if "text" in layer["mark"]]
+    assert all(mark["text"][0] in svg for mark in texts)
+    top = chart["layer"][0]["encoding"]["y"]["scale"]["domain"][1]
+    low, high = chart["layer"][3]["encoding"]["x"]["scale"]["domain"]
+    boxes = []
+    for note in texts:
+        wide = max(map(len, note["text"])) * 6.5  # a letter is less than that on average
+        left = note["x"] if note["align"] == "left" else note["x"] - wide
+        boxes.append((left, note["y"], left + wide, note["y"] + 15 * len(note["text"])))
+    for left, upper, right, lower in boxes:
+        for pixel in range(int(left), min(int(right), 620)):
+            blocks = low * (high / low) ** (pixel / 620) / 16
+            share = run.curve.at(int(blocks)) / run.curve.accesses
+            assert not upper < (1 - share / top) * 340 < lower, (pixel, share)
+    for one, two in itertools.combinations(boxes, 2):
+        assert one[2] <= two[0] or two[2] <= one[0] or one[3] <= two[1] or two[3] <= one[1]
+
+
+def test_one_gpu_capacity_gives_token_sources_by_host_capacity(loaded: Loaded) -> None:
+    surface = run_surface(loaded, Replay(), gpu="3", host="1,5,6")
+    chart = curve_plots.surface_chart(surface)
+    assert chart["layer"][0]["mark"]["type"] == "area"
+    sums = Counter[int]()
+    for row in chart["layer"][0]["data"]["values"]:
+        sums[row["tokens"]] += row["share"]
+    assert dict(sums) == {512: 1.0, 2560: pytest.approx(1.0), 3072: pytest.approx(1.0)}
+    assert chart["title"]["text"] == (
+        f"1.54k tokens of GPU KV ({3 * 512 * BYTES_PER_TOKEN / 2**30:.3g} GiB) serve 10.0% of the "
+        "prompt tokens; a host tier up to 30.0% more"
+    )
+    with pytest.raises(InputError, match="at one GPU capacity, not at 2"):
+        curve_plots.sources(run_surface(loaded, Replay(), gpu="2,3", host="1"))
+
+
+def test_a_trace_without_reuse_is_said_to_have_none(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(json.dumps(ROWS[0]))
+    loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
+    for chart in (
+        curve_plots.cliff(run_curve(loaded, Replay())),
+        curve_plots.surface_chart(run_surface(loaded, Replay())),
+    ):
+        assert chart["title"]["text"] == "No prompt begins like an earlier one: nothing to keep"
+        rendered(chart, tmp_path)
+
+
+# Text.
+
+
+def test_text_has_shares_and_all_that_was_asked_for(loaded: Loaded, trace: str) -> None:
+    run = run_curve(
+        loaded, Replay(), at="3", targets=[0.75], policies=["fifo", "lru"], with_bands=True
+    )
+    (point,) = readable(run.json)["points"]
+    assert point["hits"] == "10.0%"
+    assert (point["fifo"], point["lru"]) == (1, 1)
+    assert point["partial_tail"] == "0–1"
+    (target,) = readable(curve_json(trace, "3", targets=[0.75]))["targets"]
+    assert (target["target"], target["GPU blocks"], target["of the ideal"]) == ("75.0%", 5, "75.0%")
+    (pair,) = readable(run_surface(loaded, Replay(), gpu="3", host="5").json)["points"]
+    assert [pair[name] for name in ("computed", "GPU hit", "host-loaded")] == [
+        "70.0%", "10.0%", "20.0%"]  # fmt: skip
+
+
+def test_a_large_surface_is_printed_in_part_and_says_so(loaded: Loaded) -> None:
+    pairs = ",".join(map(str, range(1, 31)))
+    content = readable(run_surface(loaded, Replay(), gpu=pairs, host=pairs).json)
+    assert len(content["points"]) == 100
+    assert content["pairs_shown"] == "100 of 900; --json or --csv FILE has all"
+    ends = {(p["GPU blocks"], p["host blocks"]) for p in content["points"]}
+    assert {(1, 1), (1, 30), (30, 1), (30, 30)} <= ends
 
 
 def test_a_plot_of_another_kind_or_of_nothing_is_refused(loaded: Loaded, tmp_path: Path) -> None:
     surface = run_surface(loaded, Replay(), gpu="1,2", host="1,2")
     with pytest.raises(InputError, match=r"must end in \.png, \.svg, \.html, \.json"):
         curve_plots.save({}, tmp_path / "c.pdf")
-    with pytest.raises(InputError, match="no GPU capacity of 5 blocks"):
-        curve_plots.sources(surface, gpu_blocks=5)
+    for gpu, kind in (("0", "host"), ("0,0", "host"), ("0,1", "pair of")):
+        nothing = run_surface(loaded, Replay(), gpu=gpu, host="0")
+        with pytest.raises(InputError, match=f"no {kind} capacit.* above 0 to plot"):
+            curve_plots.surface_chart(nothing)
     with pytest.raises(InputError, match="cannot write"):
         curve_plots.save(curve_plots.heat_map(surface), tmp_path / "no" / "c.json")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "trace.jsonl"]
+
+
+# The command line.
+
+
+@pytest.fixture
+def kvcliff(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """The trace commands as they are typed; returns what they print on stdout, read as JSON."""
+    app = typer.Typer()
+    add_to(app)
+
+    def answer(*words: str) -> Any:
+        app(args=[*words, "--json"], standalone_mode=False)
+        return json.loads(capsys.readouterr().out)
+
+    return answer
+
+
+def test_scripts_get_the_promised_fields(kvcliff: Callable[..., Any], trace: str) -> None:
+    content = kvcliff("curve", trace, "--at", "100,1,5,100")
+    assert {name: content[name] for name in (
+        "requests", "accesses", "distinct_blocks", "block_size")
+    } == {"requests": 3, "accesses": 10, "distinct_blocks": 6, "block_size": 512}  # fmt: skip
+    assert [{name: point[name] for name in ("gpu_blocks", "hit_blocks")}
+            for point in content["points"]] == [
+        {"gpu_blocks": 100, "hit_blocks": 4}, {"gpu_blocks": 1, "hit_blocks": 0},
+        {"gpu_blocks": 5, "hit_blocks": 3}, {"gpu_blocks": 100, "hit_blocks": 4}]  # fmt: skip
+    content = kvcliff("surface", trace, "--gpu", "3", "--host", "5,0")
+    assert [{name: point[name] for name in (
+        "gpu_blocks", "host_blocks", "hit_blocks", "host_loaded_blocks")}
+            for point in content["points"]] == [
+        {"gpu_blocks": 3, "host_blocks": 5, "hit_blocks": 1, "host_loaded_blocks": 2},
+        {"gpu_blocks": 3, "host_blocks": 0, "hit_blocks": 1, "host_loaded_blocks": 0}]  # fmt: skip
+    assert [content[name] for name in ("requests", "accesses", "distinct_blocks", "block_size")] == [
+        3, 10, 6, 512]  # fmt: skip
+
+
+def test_nothing_is_written_when_one_of_the_files_cannot_be(
+    kvcliff: Callable[..., Any], trace: str, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    for words in (
+        ["--csv", str(tmp_path / "c.csv"), "--plot", str(tmp_path / "c.gif")],
+        ["--plot", str(tmp_path / "c.svg"), "--mark", "1 token"],
+        ["--csv", str(tmp_path / "c.csv"), "--measured", str(tmp_path / "none.csv")],
+    ):
+        with pytest.raises(InputError):
+            kvcliff("curve", trace, *words)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_your_gpu_is_given_like_any_capacity(
+    kvcliff: Callable[..., Any], trace: str, tmp_path: Path
+) -> None:
+    kvcliff("curve", trace, "--mark", "2k tokens", "--plot", str(tmp_path / "c.svg"))
+    assert "1.54k tokens" in (tmp_path / "c.svg").read_text()  # three whole blocks
+
+
+def test_the_readmes_figures_are_those_of_the_committed_curve() -> None:
+    root = Path(__file__).parents[2]
+    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
+    found = json.loads((root / "results/real-curve.json").read_text(encoding="utf-8"))
+    (target,) = [t for t in found["targets"] if t["target"] == 0.95]
+    (point,) = [p for p in found["points"] if p["gpu_tokens"] == 200_000]
+    (pair,) = found["with_host"]["points"]
+    for text in (
+        f"{found['requests']:,} agentic requests in 355 sessions started over 24 h",
+        f"{found['with_host']['prompt_tokens'] / 1e9:.1f} G prompt tokens",
+        f"95 % of the ideal hits need {target['gpu_tokens'] / 1e6:.2f} M tokens of KV",
+        f"200 k tokens serves {point['hit_share']:.0%}".replace("%", " %"),
+        f"of 2 M tokens behind it, {1 - pair['computed_share']:.0%}".replace("%", " %"),
+    ):
+        assert text in readme
 
 
 def test_csv_has_one_line_a_point(loaded: Loaded, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ import gzip
 import io
 import json
 import lzma
+import math
 import os
 import random
 import sys
@@ -56,7 +57,7 @@ def paths(trace: Trace) -> list[list[int]]:
 def test_mooncake_times_are_milliseconds_and_blocks_512_tokens(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path / "t", MOONCAKE))
     assert paths(trace) == [[4, 5, 6]]
-    assert trace.requests.arrivals_s().tolist() == [1.5]
+    assert trace.requests.arrivals_ns().tolist() == [1_500_000_000]
     assert trace.requests.block_tokens == 512
     assert trace.requests.input_tokens.tolist() == [1030]
     assert trace.requests.output_tokens.tolist() == [7]
@@ -70,10 +71,13 @@ def test_bailian_times_are_seconds_blocks_16_tokens_and_turns_share_a_session(
     trace = read_trace(write(tmp_path / "t", BAILIAN, second, other))
     assert trace.requests.block_tokens == 16
     assert trace.requests.session.tolist() == [0, 0, 1]
-    assert trace.requests.session_start_s.tolist() == [61.5, 65.0]
-    assert trace.requests.time_s.tolist() == [0.0, 8.5, 0.0]
-    # Starts twice as far apart, the pace inside a session kept: 123, 131.5 and 130.
-    assert trace.requests.order(time_scale=2).tolist() == [0, 2, 1]
+    assert trace.requests.session_start_ns.tolist() == [61_500_000_000, 65_000_000_000]
+    assert trace.requests.time_ns.tolist() == [0, 8_500_000_000, 0]
+    # Starts three times as far apart, the pace inside a session kept.
+    assert trace.requests.arrivals_ns(time_scale=3).tolist() == [
+        61_500_000_000, 70_000_000_000, 72_000_000_000]  # fmt: skip
+    assert trace.requests.order(time_scale=3).tolist() == [0, 1, 2]
+    assert trace.requests.order().tolist() == [0, 2, 1]
 
 
 def test_kvcache_simulator_rows_carry_the_block_size_and_ids_of_any_kind(tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ def test_a_sub_agents_times_count_from_its_own_start(tmp_path: Path) -> None:
     nested = {"t": 4.0, "type": "subagent", "requests": weka("x", [[7], [8]])["requests"]}
     session["requests"].insert(1, nested)
     trace = read_trace(write(tmp_path / "a.json", session))
-    assert trace.requests.time_s.tolist() == [0.0, 4.0, 14.0, 10.0]
+    assert trace.requests.time_ns.tolist() == [0, 4 * 10**9, 14 * 10**9, 10 * 10**9]
     assert paths(trace) == [[1], [7], [8], [2]]
     assert trace.requests.order().tolist() == [0, 1, 3, 2]
 
@@ -220,6 +224,47 @@ def test_blank_lines_byte_order_mark_and_crlf_are_no_rows(tmp_path: Path) -> Non
     assert len(read_trace(str(tmp_path / "t")).requests) == 2
 
 
+NEXT = np.nextafter(1711929600.25, math.inf)  # 238 ns later, the next moment a float can say
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [MOONCAKE | {"timestamp": 1500.000002}, MOONCAKE | {"timestamp": 1500.000001}],
+        [MOONCAKE | {"timestamp": 1711929600250.001}, MOONCAKE | {"timestamp": 1711929600250}],
+        [BAILIAN | {"timestamp": 61.500000002}, BAILIAN | {"timestamp": 61.500000001}],
+        [KVCACHE_SIMULATOR | {"timestamp": 0.000002}, KVCACHE_SIMULATOR | {"timestamp": 0.000001}],
+        [LMCACHE | {"timestamp": float(NEXT)}, LMCACHE],
+        [JOURNAL | {"sent_unix_ns": 1_711_929_600_250_000_001},
+         JOURNAL | {"sent_unix_ns": 1_711_929_600_250_000_000}],
+    ],
+)  # fmt: skip
+def test_requests_a_nanosecond_apart_are_served_by_arrival(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    block = 32 if "pass" in rows[0] else None
+    trace = read_trace(write(tmp_path / "t", *rows), block_tokens=block)
+    assert trace.requests.order().tolist() == [1, 0]
+
+
+def test_a_sessions_requests_a_nanosecond_apart_are_served_by_arrival(tmp_path: Path) -> None:
+    session = weka("a", [[1], [2]])
+    for request, t in zip(session["requests"], (7.000000002, 7.000000001), strict=True):
+        request["t"] = t
+    nested = {"t": 7.0, "requests": [{"t": 0.0000000015, "in": 64, "hash_ids": [3]}]}
+    session["requests"].append(nested)
+    trace = read_trace(write(tmp_path / "a.json", session))
+    assert trace.requests.time_ns.tolist() == [7_000_000_002, 7_000_000_001, 7_000_000_002]
+    assert trace.requests.order().tolist() == [1, 0, 2]  # the trace's order within a nanosecond
+
+
+def test_the_order_of_arrival_is_that_of_the_numbers_written(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    times = [1.7e9 + draw.randrange(2**12) * 2.0**-22 for _ in range(500)]
+    trace = read_trace(write(tmp_path / "t", *(LMCACHE | {"timestamp": t} for t in times)))
+    assert trace.requests.order().tolist() == sorted(range(500), key=lambda r: times[r])
+
+
 def spaced_json(draw: random.Random, rows: list[Any]) -> bytes:
     """The rows with white space where JSON allows it."""
     text = "".join(json.dumps(row, separators=draw.choice([(",", ":"), (" ,  ", " : ")])) + "\n"
@@ -241,7 +286,7 @@ def test_the_compiled_scanner_reads_what_the_plain_way_reads(tmp_path: Path) -> 
         fast, plain = (read_trace(str(file), engine=engine) for engine in ("numba", "plain"))
         assert paths(fast) == paths(plain) == [row["hash_ids"] for row in rows], seed
         assert fast.ids.dtype == plain.ids.dtype
-        assert fast.requests.time_s.tolist() == plain.requests.time_s.tolist()
+        assert fast.requests.time_ns.tolist() == plain.requests.time_ns.tolist()
 
 
 BAD_ROWS = [
@@ -251,6 +296,12 @@ BAD_ROWS = [
     ({"input_length": 1.5}, r"t:2: field 'input_length' is 1.5; a whole number"),
     ({"input_length": True}, r"t:2: field 'input_length' is True; a whole number"),
     ({"input_length": -1}, r"t:2: field 'input_length' is -1; a whole number ≥ 0"),
+    ({"timestamp": 10**400}, r"t:2: field 'timestamp' is 1000.*: a moment 4,611,686,018 s or more"),
+    ({"timestamp": 1e300}, r"t:2: field 'timestamp' is 1e\+300: .* is it in the format's unit\?"),
+    ({"timestamp": 2**62 // 10**6 + 1}, r"t:2: field 'timestamp' .* is it in the format's unit\?"),
+    ({"input_length": 2**62}, r"t:2: field 'input_length' is 4611686018427387904"),
+    ({"input_length": 2**61}, r"t:2: 2.31e\+18 prompt tokens, of 2.31e\+18 in the trace; it must"),
+    ({"output_length": 2**62 - 1}, r"t:2: 4.61e\+18 generated tokens"),
     ({"hash_ids": 0}, r"t:2: field 'hash_ids' is of type int; a list is needed"),
     ({"hash_ids": [1, None]}, r"t:2: hash_ids\[1\] is None; a whole number or a string"),
     ({"hash_ids": [1, True]}, r"t:2: hash_ids\[1\] is True; a whole number or a string"),
@@ -313,6 +364,57 @@ def test_rows_of_another_format_or_block_size_are_refused(tmp_path: Path) -> Non
         read_trace(write(tmp_path / "t", KVCACHE_SIMULATOR), block_tokens=64)
 
 
+def test_totals_beyond_64_bits_are_refused(tmp_path: Path) -> None:
+    half = MOONCAKE | {"input_length": 2**60}
+    with pytest.raises(
+        TraceError, match=r"t:1: 1.15e\+18 prompt tokens, of 2.31e\+18 in the trace"
+    ):
+        read_trace(write(tmp_path / "t", half, half))
+    with pytest.raises(TraceError, match=r"t: 3.46e\+18 listed block tokens"):
+        read_trace(write(tmp_path / "t", MOONCAKE), block_tokens=2**60)
+    for size in (0, 2**61, 2**70):
+        with pytest.raises(TraceError, match=r"they hold at least 1, below 2\*\*61"):
+            read_trace(write(tmp_path / "t", MOONCAKE), block_tokens=size)
+    at_most = read_trace(write(tmp_path / "t", MOONCAKE | {"input_length": 2**61 - 1024}))
+    assert int(at_most.requests.input_tokens[0]) == 2**61 - 1024
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shapes": [["x"]]}, {"shapes": [[[1]]]}, {"shapes": [[2, 10**400]]}, {"shapes": [[0]]},
+        {"shapes": [[True]]}, {"shapes": [3]}, {"shapes": {"a": 1}}, {"dtypes": ["a", "b"]},
+        {"dtypes": "bfloat16"},
+    ],
+)  # fmt: skip
+def test_shapes_that_are_none_are_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(TraceError, match=r"t:2: fields 'shapes' and 'dtypes' are .* and .*; lists"):
+        read_trace(write(tmp_path / "t", LMCACHE, LMCACHE | change))
+
+
+@pytest.mark.parametrize("change", [{"dtypes": ["int3"]}, {"shapes": [], "dtypes": []},
+                                    {"shapes": None}, {"shapes": [[2**31] * 4]}])  # fmt: skip
+def test_lookups_that_do_not_say_their_bytes_have_none(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    trace = read_trace(write(tmp_path / "t", LMCACHE | change))
+    assert trace.requests.kv_bytes_per_token is None
+
+
+def test_a_journals_document_is_no_longer_than_its_prompt(tmp_path: Path) -> None:
+    for change in ({"doc_tokens": 101}, {"prompt_tokens": 2**61}):
+        with pytest.raises(TraceError, match=r"t: fields 'doc_tokens' and 'prompt_tokens' are"):
+            read_trace(write(tmp_path / "t", JOURNAL | change), block_tokens=32)
+
+
+def test_a_moment_of_sub_agents_beyond_64_bits_is_refused(tmp_path: Path) -> None:
+    session = weka("a", [[1]])
+    nested = {"t": 4e9, "requests": [{"t": 4e9, "in": 64, "hash_ids": [3]}]}
+    session["requests"].append(nested)
+    with pytest.raises(TraceError, match=r"requests\[1\]: requests\[0\]: field 't' is 4000000000"):
+        read_trace(write(tmp_path / "a.json", session))
+
+
 def test_a_wrong_value_in_a_session_is_named_with_its_request(tmp_path: Path) -> None:
     session = weka("a", [[1], [2]])
     del session["requests"][1]["in"]
@@ -367,7 +469,7 @@ def test_the_real_sessions_are_read_from_their_archive_and_nest() -> None:
     if not folder:
         pytest.skip("set KVCLIFF_TRACES to the folder with weka_sessions.tar.xz")
     trace = read_trace(str(Path(folder) / "weka_sessions.tar.xz"))
-    assert len(trace.requests.session_start_s) == 355
+    assert len(trace.requests.session_start_ns) == 355
     assert len(trace.requests) == 23_491 + 524  # of sessions, of sub-agents
     assert trace.n_accesses == 47_061_278
     assert int(trace.requests.input_tokens.sum()) == 3_012_680_174

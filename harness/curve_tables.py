@@ -1,0 +1,86 @@
+"""The points of a curve or surface as a CSV file and as the rows a terminal shows."""
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.curve_traces import share_of, writing
+
+_MOST_PAIRS = 100
+"""Pairs of a surface that are printed as text."""
+
+
+def write_csv(content: dict[str, Any], output: Path) -> None:
+    """The points of a curve or surface as CSV, one a line, plain columns only."""
+    points = content["points"]
+    columns = [name for name, value in points[0].items() if not isinstance(value, dict | list)]
+    part = output.with_name(output.name + ".part")
+    with writing(output):
+        try:
+            with part.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(points)
+            part.replace(output)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def readable(content: dict[str, Any]) -> dict[str, Any]:
+    """A curve's or surface's JSON with its points as the rows of a table of at most 80 columns."""
+    points = content["points"]
+    is_surface = bool(points) and "host_blocks" in points[0]
+    shown = _thinned(points) if is_surface and len(points) > _MOST_PAIRS else points
+    row = _pair_row if is_surface else _point_row
+    content = content | {"points": [row(point) for point in shown]}
+    if "targets" in content:
+        targets = content["targets"]
+        content["targets"] = [{"target": _percent(t["target"]), **_point_row(t)} for t in targets]
+    if len(shown) < len(points):
+        content["pairs_shown"] = f"{len(shown)} of {len(points):,}; --json or --csv FILE has all"
+    return content
+
+
+def _thinned(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The pairs of about every k-th capacity of each tier, the ends included."""
+    kept = []
+    for field in ("gpu_blocks", "host_blocks"):
+        capacities = sorted({point[field] for point in points})
+        n = min(len(capacities), math.isqrt(_MOST_PAIRS))
+        kept.append({capacities[i * (len(capacities) - 1) // max(n - 1, 1)] for i in range(n)})
+    return [p for p in points if p["gpu_blocks"] in kept[0] and p["host_blocks"] in kept[1]]
+
+
+def _pair_row(point: dict[str, Any]) -> dict[str, Any]:
+    total = sum(point[f"{source}_tokens"] for source in ("gpu_hit", "host_loaded", "computed"))
+    row = {"GPU blocks": point["gpu_blocks"], "host blocks": point["host_blocks"]}
+    if point["gpu_gib"] is not None:
+        row |= {"GPU GiB": point["gpu_gib"], "host GiB": point["host_gib"]}
+    for name, field in (
+        ("computed", "computed_tokens"),
+        ("GPU hit", "gpu_hit_tokens"),
+        ("host-loaded", "host_loaded_tokens"),
+    ):
+        row[name] = _percent(share_of(point[field], total))
+    return row
+
+
+def _point_row(point: dict[str, Any]) -> dict[str, Any]:
+    row = {"GPU blocks": point["gpu_blocks"], "tokens": point["gpu_tokens"]}
+    if point["gpu_gib"] is not None:
+        row["GiB"] = point["gpu_gib"]
+    row |= {"hit blocks": point["hit_blocks"], "hits": _percent(point["hit_share"])}
+    bands = {name: value for name, value in point.items() if isinstance(value, list)}
+    for name, (low, high) in bands.items():
+        row[name.removesuffix("_hit_blocks")] = f"{low:,}–{high:,}"
+    row |= point.get("policies", {})
+    if not bands and "policies" not in point:
+        row["of the ideal"] = _percent(point["share_of_ideal"])
+        row["speed-up at most"] = point["prefill_speedup_upper_bound"]
+    return row
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.1%}"
