@@ -14,16 +14,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from harness.capacity import host_edge_of, is_affordable, least_from
 from harness.errors import InputError
 from harness.files import describe_invalid
 from sim.geometry import GIB, find_model
+from sim.host import HostRequest
 from sim.layout import KvGroup, KvLayout
-from sim.predict import NotPredictable, TierSpec
-from sim.streaming import StreamPredictor, segment_ids
-from sim.tiers import HostKind, align_up
+from sim.predict import NotPredictable, Predictor, TierSpec
+from sim.split import TokenSplit
+from sim.tiers import HostKind, align_up, engine_note
 from sim.workload import PassOrder, pass_name
 
-_MOST_TOKENS = 50_000_000  # about 6 s a prediction, and up to four are made
+_MOST_BLOCKS = 5_000_000  # about 3 s a prediction, and up to ten are made
+_REQUEST_IN_BLOCKS = 30  # a request by itself takes as long as so many of its blocks
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -69,6 +72,16 @@ class Deployment(BaseModel):
         """Tokens of every prompt."""
         return self.document_tokens + self.question_tokens
 
+    @property
+    def document_blocks(self) -> int:
+        """Whole blocks of a document: what a replay can find of it."""
+        return self.document_tokens // self.block_size
+
+    @property
+    def request_blocks(self) -> int:
+        """Blocks a request holds at its end; its last generated token never gets a slot."""
+        return -(-(self.prompt_tokens + self.output_tokens - 1) // self.block_size)
+
 
 def read_deployment(path: Path) -> Deployment:
     """DEPLOYMENT.toml; InputError names file, field and value."""
@@ -82,10 +95,11 @@ def read_deployment(path: Path) -> Deployment:
         raise InputError(f"{path}: {describe_invalid(error)}", hint=f"fields: {fields}") from None
     except ValueError as error:
         raise InputError(f"{path}: not valid TOML: {error}") from None
-    asked = deployment.prompt_tokens * deployment.documents * len(deployment.passes)
-    if asked > _MOST_TOKENS:
+    requests = deployment.documents * len(deployment.passes)
+    if requests * (deployment.request_blocks + _REQUEST_IN_BLOCKS) > _MOST_BLOCKS:
         raise InputError(
-            f"{path}: {asked:,} prompt tokens in all; at most {_MOST_TOKENS:,} are predicted here",
+            f"{path}: {requests:,} prompts of {deployment.request_blocks:,} KV blocks; about "
+            f"{_MOST_BLOCKS:,} blocks in all are predicted here",
             hint="describe fewer documents and a proportionally smaller GPU and host tier",
         )
     return deployment
@@ -95,16 +109,22 @@ def describe(deployment: Deployment) -> dict[str, Any]:
     """What the deployment would serve, as JSON-ready values, and a paragraph that says it.
 
     ``enough`` are sizes at which replays find every document, each tier alone (``gpu_tokens``,
-    ``host_chunks``, ``host_gib``; null for a host that can serve none); ``predicted`` has prompt
-    tokens by pass and source, ``predicted_with_enough_host`` those beside a host tier of that size.
+    ``host_chunks``, ``host_gib``; null for a host that can serve none). They are the least: one
+    block or chunk less, predicted too, falls short; unless ``host_is_least`` is false, for a
+    description too large to look for it. ``predicted`` has prompt tokens by pass and source,
+    ``predicted_with_enough_host`` those beside a host tier of that size.
     ``inexact_because`` is empty where the prediction is exact to the token for one request at a
     time. Raises InputError for a model or sizes no server could have.
     """
     try:
         group, inexact = _only_group(deployment)
         sizes = _sizes(deployment, group)
-        predicted = _predict(deployment, _tiers(deployment, sizes["host"]["chunks"]))
-        chunks, better = _enough_host(deployment)
+        host = sizes["host"]
+        predicted = _predict(
+            deployment, _tiers(deployment, host["chunks"], chunk_bytes=host["chunk_bytes"])
+        )
+        chunks, is_least = _enough_host(deployment)
+        better = None if chunks is None else _predict(deployment, _tiers(deployment, chunks))
     except NotPredictable as error:
         raise InputError(f"this deployment cannot be predicted: {error}") from None
     except ValueError as error:
@@ -115,11 +135,12 @@ def describe(deployment: Deployment) -> dict[str, Any]:
         "schema": 1,
         "bytes_per_token": group.bytes_per_token,
         "gpu": sizes["gpu"],
-        "host": sizes["host"],
+        "host": host,
         "enough": {
-            "gpu_tokens": _enough_gpu(deployment),
+            "gpu_tokens": _enough_gpu(deployment) * deployment.block_size,
             "host_chunks": chunks,
-            "host_gib": None if chunks is None else chunks * sizes["host"]["chunk_bytes"] / GIB,
+            "host_gib": None if chunks is None else chunks * host["chunk_bytes"] / GIB,
+            "host_is_least": is_least,
         },
         "predicted": predicted,
         "predicted_with_enough_host": better,
@@ -143,6 +164,8 @@ def _only_group(deployment: Deployment) -> tuple[KvGroup, list[str]]:
         )
         raise ValueError(f"{deployment.model}: {layout.why_not_predictable} ({held})")
     inexact = [layout.why_not_predictable] if layout.why_not_predictable else []
+    if (note := engine_note(deployment.engine)) is not None:
+        inexact.append(note)
     if deployment.tensor_parallel > 1:
         inexact.append("more than one tensor-parallel worker was never compared with the engines")
     if deployment.prompt_tokens > deployment.max_num_batched_tokens and deployment.host != "none":
@@ -180,39 +203,72 @@ def _sizes(deployment: Deployment, group: KvGroup) -> dict[str, Any]:
 
 
 def _enough_gpu(deployment: Deployment) -> int:
-    """Tokens, as vLLM logs them, of a GPU tier that finds every document in every replay.
+    """The fewest blocks, null block included, that find every document in every replay alone."""
+    d = deployment
+    alone = _tiers(d.model_copy(update={"host": "none"}), 0)
 
-    The documents' whole blocks stay; a request's other blocks reuse the ones of the request before
-    that hold its question; one more is vLLM's null block.
+    def finds_all(blocks: int) -> bool:
+        predictor = Predictor(replace(alone, num_gpu_blocks=blocks))
+        asked: set[int] = set()
+        for _, document in _requests(d):
+            hit = _ask(predictor, d, document).gpu_hit
+            if document in asked and hit < d.document_blocks * d.block_size:
+                return False
+            asked.add(document)
+        return True
+
+    return least_from(finds_all, guess=_lru_blocks(d), lowest=1 + d.request_blocks)
+
+
+def _lru_blocks(deployment: Deployment) -> int:
+    """The fewest blocks by counting: at its replay a document is as old as all asked since.
+
+    Those leave their whole blocks, and each request the full blocks of its question; a block
+    without a hash is used again by the next request (since vLLM 0.24; before, it ages, too).
     """
-    d, block = deployment, deployment.block_size
-    blocks = -(-(d.prompt_tokens + d.output_tokens - 1) // block)
-    whole = d.document_tokens // block
-    questions = (d.prompt_tokens + d.output_tokens - 1) // block - whole
-    # Questions that fill blocks leave hashed ones, which age as the documents do.
-    kept = d.documents * len(d.passes) * questions
-    return (1 + d.documents * whole + blocks - whole + kept) * block
+    d = deployment
+    if len(d.passes) == 1 or not d.document_blocks:
+        return 1 + d.request_blocks
+    is_back_and_forth = any(a != b for a, b in pairwise(d.passes))
+    n_between = (d.documents - 1) * (2 if is_back_and_forth else 1)
+    full = (d.prompt_tokens + d.output_tokens - 1) // d.block_size
+    aging = n_between * (full - d.document_blocks)
+    counted = 1 + d.documents * d.document_blocks + aging + d.request_blocks - full
+    return max(counted, 1 + d.request_blocks)
 
 
-def _enough_host(deployment: Deployment) -> tuple[int | None, dict[str, dict[str, int]] | None]:
-    """Chunks that serve every replay as an endless host would, and what is predicted with them."""
+def _enough_host(deployment: Deployment) -> tuple[int | None, bool]:
+    """Chunks that serve every replay as an endless host would, and whether they are the least."""
     d = deployment
     shared = d.document_tokens // d.chunk_tokens
     if d.host == "none" or not shared:
-        return None, None
+        return None, True
     per_prompt = d.prompt_tokens // d.chunk_tokens
-    # Questions that complete a chunk of their own leave it behind, never to be found again.
-    distinct = d.documents * (shared + (per_prompt - shared) * len(d.passes))
-    room = d.watermark if d.host == "lmcache-mp" else 1.0
-    least = int(distinct / room) + (1 if d.host == "lmcache-mp" else 0)
-    endless = _predict(d, _tiers(d, least + 2 * per_prompt + 1))
-    for chunks in (least, least + per_prompt):
-        if _predict(d, _tiers(d, chunks)) == endless:
-            return chunks, endless
-    return least + 2 * per_prompt + 1, endless
+    n_prompts = d.documents * len(d.passes)
+    if is_affordable(n_prompts * (per_prompt + _REQUEST_IN_BLOCKS)):
+        return host_edge_of(list(_at_host(d)), _tiers(d, 0)).smallest, True
+    # Nothing is ever evicted: not the documents, nor the chunks that questions complete.
+    distinct = d.documents * shared + n_prompts * (per_prompt - shared)
+    may_evict = d.host == "lmcache-mp" and d.policy != "noop"
+    return (int(distinct / d.watermark) + 1 if may_evict else distinct), False
 
 
-def _tiers(deployment: Deployment, host_chunks: int) -> TierSpec:
+def _at_host(deployment: Deployment) -> Iterator[HostRequest]:
+    """Every prompt as the host tier sees it beside the GPU tier described."""
+    d = deployment
+    predictor = Predictor(_tiers(d.model_copy(update={"host": "none"}), 0))
+    shared, per_prompt = d.document_tokens // d.chunk_tokens, d.prompt_tokens // d.chunk_tokens
+    n_questions = 0
+    for _, document in _requests(d):
+        hit = _ask(predictor, d, document).gpu_hit
+        own = range(n_questions, n_questions + per_prompt - shared)
+        n_questions += len(own)
+        chunks = [*_names(document, shared), *own]
+        yield HostRequest(d.prompt_tokens, chunks, hit, predictor.tiers.max_num_batched_tokens)
+
+
+def _tiers(deployment: Deployment, host_chunks: int, *, chunk_bytes: int | None = None) -> TierSpec:
+    """The tiers described, with ``host_chunks``; ``chunk_bytes`` makes the watermark exact."""
     kind = deployment.host
     tiers = TierSpec(
         engine=deployment.engine,
@@ -225,31 +281,45 @@ def _tiers(deployment: Deployment, host_chunks: int) -> TierSpec:
         evict_ratio=deployment.evict_ratio,
         policy=deployment.policy,
     )
-    return tiers if kind == "none" else replace(tiers, host_chunks=host_chunks)
+    if kind == "none":
+        return tiers
+    tiers = replace(tiers, host_chunks=host_chunks)
+    if kind != "lmcache-mp" or chunk_bytes is None:
+        return tiers
+    return replace(tiers, host_bytes=int(deployment.host_gib * GIB), chunk_bytes=chunk_bytes)
 
 
 def _predict(deployment: Deployment, tiers: TierSpec) -> dict[str, dict[str, int]]:
-    predictor = StreamPredictor(tiers)
+    """Prompt tokens by pass and source."""
+    predictor = Predictor(tiers)
     passes: dict[str, dict[str, int]] = {}
-    for name, document, question in _requests(deployment):
-        prompt = (
-            *segment_ids(f"document {document}", deployment.document_tokens),
-            *segment_ids(question, deployment.question_tokens),
-        )
-        split = predictor.request(prompt, deployment.output_tokens).split
+    for name, document in _requests(deployment):
+        split = _ask(predictor, deployment, document)
         sums = passes.setdefault(name, {"computed": 0, "gpu_hit": 0, "host_loaded": 0})
         for source in sums:
             sums[source] += getattr(split, source)
     return passes
 
 
-def _requests(deployment: Deployment) -> Iterator[tuple[str, int, str]]:
-    """(pass, document, question) of every request, in order."""
+def _ask(predictor: Predictor, deployment: Deployment, document: int) -> TokenSplit:
+    """One request: the document's whole blocks have names, all others never come again."""
+    d = deployment
+    names = _names(document, d.document_blocks)
+    return predictor.request_named(names, d.prompt_tokens, d.output_tokens).split
+
+
+def _names(document: int, n: int) -> range:
+    """Keys, below 0, of the ``n`` whole blocks or chunks of ``document``."""
+    return range(-(document + 1) * n, -document * n)
+
+
+def _requests(deployment: Deployment) -> Iterator[tuple[str, int]]:
+    """(pass, document) of every request, in order."""
     for index, order in enumerate(deployment.passes):
         walk = range(deployment.documents)
         name = pass_name(index, order)
         for document in walk if order == "fwd" else reversed(walk):
-            yield name, document, f"question {name} {document}"
+            yield name, document
 
 
 def _sentences(deployment: Deployment, content: dict[str, Any]) -> Iterator[str]:
@@ -281,7 +351,7 @@ def _sentences(deployment: Deployment, content: dict[str, Any]) -> Iterator[str]
 def _verdict(deployment: Deployment, content: dict[str, Any], served: dict[str, int]) -> str:
     d, enough = deployment, content["enough"]
     by_gpu = f"a GPU tier of {enough['gpu_tokens']:,} tokens would find every document"
-    whole = d.document_tokens // d.block_size * d.block_size
+    whole = d.document_blocks * d.block_size
     if whole == 0:
         return (
             f"No gain: a document has fewer tokens than a KV block ({d.block_size}), so nothing of "
@@ -303,7 +373,12 @@ def _verdict(deployment: Deployment, content: dict[str, Any], served: dict[str, 
     return (
         f"{_why_host_fails(deployment, content, served)} What works: with {gib:g} GiB "
         f"({content['host']['gib_is']}) {best['host_loaded']:,} tokens are loaded and "
-        f"{best['computed']:,} computed; {by_gpu}, too."
+        f"{best['computed']:,} computed; {by_gpu}, too. "
+        + (
+            "Neither does with a chunk or a block less."
+            if enough["host_is_least"]
+            else "Less host memory may do: the least was too much to look for."
+        )
     )
 
 

@@ -16,11 +16,15 @@ from the start, so ``[["a", 100], ["b", 50]]`` and ``[["a", 120]]`` share 100 to
 
 ``output`` (optional) names the generated tokens, for later prompts that repeat them: ids, or the
 segment a later prompt repeats them as. ``stopped``: a stop token ended the answer early;
-``output_len`` is then what was really generated.
+``output_len`` is then what was really generated. Prompt and output are ``MOST_TOKENS`` at most.
+
+A line that cannot be predicted gets a row that says why instead of counts, and the lines after it
+are read all the same; ``is_refused`` tells such rows, and the command ends with exit code 1.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -31,16 +35,21 @@ from harness.files import describe_invalid, load_json
 from sim.geometry import KvGeometry, find_model
 from sim.predict import NotPredictable, Prediction, TierSpec
 from sim.streaming import StreamPredictor, segment_ids
-from sim.tiers import HostKind, align_up
+from sim.tiers import HostKind, align_up, engine_note
 
 STDIN = "-"
+
+MOST_TOKENS = 10_000_000
+"""Tokens of one request: the longest context any model claims, and about 1 GB of ids."""
 
 Count = Annotated[int, Field(ge=1, le=2**53)]
 Share = Annotated[float, Field(gt=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 SegmentName = Annotated[str, Field(min_length=1)]
 # JSON has no tuples, so the pair itself is read from a list; its members stay strict.
-Segment = Annotated[tuple[SegmentName, Count], Field(strict=False)]
+Segment = Annotated[
+    tuple[SegmentName, Annotated[int, Field(ge=1, le=MOST_TOKENS)]], Field(strict=False)
+]
 
 # Set on a request, these make the server's work depend on more than the tokens.
 _WHY_NOT = {
@@ -77,6 +86,7 @@ class PredictSpec(_Strict):
     host_bytes: Count | None = None
     chunk_bytes: Count | None = None
     async_scheduling: bool = True
+    prefix_caching: bool = True
     model: str | None = None
     kv_dtype: str = "auto"
     concurrency: Count = 1
@@ -105,7 +115,7 @@ class RequestLine(_Strict):
 
     prompt: Annotated[list[TokenId], Field(min_length=1)] | None = None
     segments: Annotated[list[Segment], Field(min_length=1)] | None = None
-    output_len: Annotated[int, Field(ge=1, le=2**31)]
+    output_len: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
     output: list[TokenId] | SegmentName | None = None
     stopped: bool = False
     stop: list[str] | str | None = None
@@ -127,7 +137,19 @@ class RequestLine(_Strict):
                 raise ValueError(
                     f"output has {len(self.output)} ids and output_len is {self.output_len}"
                 )
+        if self.n_prompt + self.output_len > MOST_TOKENS:
+            raise ValueError(
+                f"prompt and output_len are {self.n_prompt + self.output_len:,} tokens; a request "
+                f"has at most {MOST_TOKENS:,}"
+            )
         return self
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt."""
+        if self.prompt is not None:
+            return len(self.prompt)
+        return sum(n_tokens for _, n_tokens in self.segments or ())
 
     @property
     def why_not_predictable(self) -> str | None:
@@ -138,23 +160,30 @@ class RequestLine(_Strict):
                 return f"{field} is set: {reason}"
         return None
 
-    def prompt_ids(self) -> tuple[int, ...]:
+    def prompt_ids(self) -> Sequence[int]:
         """The prompt's token ids; a segment's are beyond every id a model has."""
         if self.prompt is not None:
-            return tuple(self.prompt)
-        ids: list[int] = []
+            return self.prompt
+        ids = array("q")
         for name, n_tokens in self.segments or ():
-            ids += segment_ids(name, n_tokens)
-        return tuple(ids)
+            ids.extend(segment_ids(name, n_tokens))
+        return ids
 
-    def output_ids(self) -> Iterable[int] | None:
+    def output_ids(self) -> Sequence[int] | None:
         """The generated ids, or None where they never come again."""
         if isinstance(self.output, str):
             return segment_ids(self.output, self.output_len)
         return self.output
 
 
-def predict_file(spec: Path, requests: str) -> Iterator[dict[str, Any]]:
+def is_refused(row: Mapping[str, Any]) -> bool:
+    """Whether a row of ``predict_file`` says why there are no counts."""
+    return "error" in row or "not_predictable" in row
+
+
+def predict_file(
+    spec: Path, requests: str, *, say: Callable[[str], object] | None = None
+) -> Iterator[dict[str, Any]]:
     """One row per request line of the file ``requests`` ("-": standard input), as it is read.
 
     A row has ``line`` (1 first) and ``computed, gpu_hit, host_loaded`` (prompt tokens),
@@ -165,17 +194,18 @@ def predict_file(spec: Path, requests: str) -> Iterator[dict[str, Any]]:
     ``not_predictable``: it can, but what is then in the tiers is not certain. Every later row has
     ``not_predictable`` too.
 
-    Raises InputError naming file, line and field, when the rows before it are out already.
+    ``say`` gets what all rows take for granted, such as the rules of an older engine. Raises
+    InputError naming file, line and field, when the rows before it are out already.
     """
     content = read_spec(spec)
     if requests == STDIN:
         yield from predict_lines(
-            content, sys.stdin.buffer, where="standard input", spec_name=str(spec)
+            content, sys.stdin.buffer, where="standard input", spec_name=str(spec), say=say
         )
         return
     try:
         with Path(requests).open("rb") as lines:
-            yield from predict_lines(content, lines, where=requests, spec_name=str(spec))
+            yield from predict_lines(content, lines, where=requests, spec_name=str(spec), say=say)
     except OSError as error:
         raise InputError(f"cannot read {requests}: {error.strerror}") from None
 
@@ -193,7 +223,12 @@ def read_spec(path: Path) -> PredictSpec:
 
 
 def predict_lines(
-    spec: PredictSpec, lines: Iterable[bytes], *, where: str, spec_name: str = "spec"
+    spec: PredictSpec,
+    lines: Iterable[bytes],
+    *,
+    where: str,
+    spec_name: str = "spec",
+    say: Callable[[str], object] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """``predict_file`` on lines at hand; ``where`` and ``spec_name`` name them in errors."""
     try:
@@ -203,6 +238,8 @@ def predict_lines(
         raise InputError(f"{spec_name}: {error}") from None
     except OSError as error:
         raise InputError(f"{spec_name}: model {spec.model!r}: {error}") from None
+    if say is not None and (note := engine_note(spec.engine)) is not None:
+        say(f"{spec_name}: {note}")
     lost: str | None = None
     for number, request in read_requests(lines, where=where):
         row: dict[str, Any] = {"line": number}
@@ -233,12 +270,11 @@ def read_requests(lines: Iterable[bytes], *, where: str) -> Iterator[tuple[int, 
 def _serve(
     predictor: StreamPredictor, request: RequestLine, spec: PredictSpec, chunk_bytes: int | None
 ) -> dict[str, Any]:
-    output_ids = request.output_ids()
     try:
         prediction = predictor.request(
             request.prompt_ids(),
             request.output_len,
-            output_ids=None if output_ids is None else tuple(output_ids),
+            output_ids=request.output_ids(),
             stopped=request.stopped,
         )
     except NotPredictable as error:
@@ -299,6 +335,7 @@ def _tiers(spec: PredictSpec, chunk_bytes: int | None) -> TierSpec:
         num_gpu_blocks=spec.num_gpu_blocks,
         max_num_batched_tokens=spec.max_batched_tokens,
         async_scheduling=spec.async_scheduling,
+        prefix_caching=spec.prefix_caching,
         host=spec.host,
         host_chunks=host_chunks,
         chunk_tokens=spec.chunk_size,

@@ -71,7 +71,7 @@ def find_model(name: str, environ: Mapping[str, str] = os.environ) -> Path:
         return path
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name in (".", ".."):
         raise ValueError(f"model {name!r} is neither a path that exists nor a hub id like org/name")
-    repository = _hub_cache(environ) / f"models--{name.replace('/', '--')}"
+    repository = hub_cache(environ) / f"models--{name.replace('/', '--')}"
     reference = repository / "refs" / "main"
     snapshots = repository / "snapshots"
     if reference.is_file():
@@ -91,7 +91,8 @@ def find_model(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     return snapshot
 
 
-def _hub_cache(environ: Mapping[str, str]) -> Path:
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """The folder Hugging Face's libraries download models into."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environ.get(variable):
             return Path(environ[variable]).expanduser()

@@ -5,6 +5,7 @@ holds, and in which prefill steps the rest is computed. Nothing here depends on 
 version; the three tiers are ``sim.host_mp``, ``sim.host_inprocess`` and ``sim.host_native``.
 """
 
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -81,6 +82,34 @@ class HostTier(Protocol):
 
     def serve(self, request: HostRequest) -> HostShare:
         """Take ``request`` through lookup, load, store and settling."""
+
+
+class ChunkStore:
+    """Resident chunks in recency order: what all tiers have in common.
+
+    ``capacity`` in chunks, 0 = stores nothing; ValueError for a negative one.
+    """
+
+    def __init__(self, capacity: int, chunk_tokens: int) -> None:
+        if capacity < 0:
+            raise ValueError(f"a host store of {capacity} chunks; 0 is the smallest")
+        self.capacity = capacity
+        self.evicted = 0
+        self._chunk_tokens = chunk_tokens
+        self._chunks: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def recency(self) -> tuple[int, ...]:
+        """Resident keys, the next to be evicted first."""
+        return tuple(self._chunks)
+
+    def touch(self, keys: Sequence[int]) -> None:
+        """Make the resident ones of ``keys`` the most recent, the first of them most of all."""
+        for key in reversed(keys):
+            if key in self._chunks:
+                self._chunks.move_to_end(key)
 
 
 def leading(keys: Iterable[int], resident: Container[int]) -> int:

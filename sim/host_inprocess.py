@@ -6,33 +6,14 @@ the step that needs it, so no timer and no settling decides what survives.
 ``tests/live/test_tiers_match_lmcache.py`` drives the real engine against this class.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sim.host import HostRequest, HostShare, leading, lmcache_load
+from sim.host import ChunkStore, HostRequest, HostShare, leading, lmcache_load
 
 
-class InProcessChunks:
-    """Chunks in recency order; a store that finds no room evicts one chunk at a time.
-
-    ``capacity`` in chunks, 0 = stores nothing. Raises ValueError for a negative one.
-    """
-
-    def __init__(self, capacity: int, chunk_tokens: int) -> None:
-        if capacity < 0:
-            raise ValueError(f"a host store of {capacity} chunks; 0 is the smallest")
-        self.capacity = capacity
-        self.evicted = 0
-        self._chunk_tokens = chunk_tokens
-        self._chunks: OrderedDict[int, None] = OrderedDict()  # least recently used first
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def recency(self) -> tuple[int, ...]:
-        """Resident keys, the next to be evicted first."""
-        return tuple(self._chunks)
+class InProcessChunks(ChunkStore):
+    """A store that finds no room evicts one chunk at a time."""
 
     def check(self, request: HostRequest) -> None:
         """Every request is predictable, in any number of prefill steps."""
@@ -45,8 +26,7 @@ class InProcessChunks:
         they protect nothing here.
         """
         hit = leading(request.chunks, self._chunks)
-        for key in reversed(request.chunks[:hit]):
-            self._chunks.move_to_end(key)
+        self.touch(request.chunks[:hit])
         share = lmcache_load(request, hit, self._chunk_tokens)
         stored, saved = 0, hit
         for step, (n_new, done) in enumerate(request.prefill_ends(share.loaded_tokens)):

@@ -6,19 +6,26 @@ Everything assumes quiescence: eviction ticks have run until the store is below 
 before the next request arrives. ``tests/live/test_tiers_match_lmcache.py`` drives the real server.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
-from sim.host import HostRequest, HostShare, NotPredictable, align_up, leading, lmcache_load
+from sim.host import (
+    ChunkStore,
+    HostRequest,
+    HostShare,
+    NotPredictable,
+    align_up,
+    leading,
+    lmcache_load,
+)
 
 POLICIES = ("LRU", "noop")
 
 
-class HostChunks:
-    """LMCache's host store: chunks of equal size in recency order, under watermark eviction.
+class HostChunks(ChunkStore):
+    """LMCache's host store: chunks of equal size, under watermark eviction.
 
-    ``capacity`` in chunks, 0 = stores nothing. ``watermark`` and ``evict_ratio`` are shares in
+    ``watermark`` and ``evict_ratio`` are shares in
     (0, 1]. ``total_bytes`` and ``chunk_bytes`` make the usage ratio exact: LMCache divides used
     bytes by all bytes, and a store is rarely a whole number of chunks; without them the ratio is
     chunks over ``capacity``. Raises ValueError for values that contradict each other and
@@ -36,33 +43,21 @@ class HostChunks:
         total_bytes: int | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        if capacity < 0:
-            raise ValueError(f"a host store of {capacity} chunks; 0 is the smallest")
+        super().__init__(capacity, chunk_tokens)
         for field, share in (("watermark", watermark), ("evict_ratio", evict_ratio)):
             if not 0 < share <= 1:
                 raise ValueError(f"{field} is {share}; it must be a share in (0, 1]")
         if policy not in POLICIES:
             raise NotPredictable(f"eviction policy {policy!r} is not modelled; known: {POLICIES}")
-        self.capacity = capacity
-        self._chunk_tokens = chunk_tokens
-        self.evicted = 0
         self._watermark = watermark
         self._evict_ratio = evict_ratio
         self._evicts = policy != "noop"
         self._unit, self._total = _usage_scale(capacity, total_bytes, chunk_bytes)
-        self._chunks: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def usage(self) -> float:
         """Used share of the store, as ``EvictionController`` computes it; 0 for an empty tier."""
         return len(self._chunks) * self._unit / self._total if self._total else 0.0
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def recency(self) -> tuple[int, ...]:
-        """Resident keys, the next to be evicted first."""
-        return tuple(self._chunks)
 
     def longest_hit(self, keys: Iterable[int]) -> int:
         """Chunks in the longest run of leading ``keys`` that are resident."""
@@ -94,7 +89,8 @@ class HostChunks:
         """Lookup, load, store, end of session, and ticks until settled.
 
         Stored from the host's own hit on, so chunks only the GPU still had are written again
-        (``GetStoreMetadata``).
+        (``GetStoreMetadata``). Every touch is in reverse, so that a prompt's tail goes before its
+        head; the last one, END_SESSION's, covers all its chunks and alone decides the order.
         """
         hit = self.longest_hit(request.chunks)
         stored = self.store(request.chunks[hit:])
@@ -114,16 +110,6 @@ class HostChunks:
         for key in missing:
             self._chunks[key] = None
         return len(missing)
-
-    def touch(self, keys: Sequence[int]) -> None:
-        """Make the resident ones of ``keys`` the most recent, the first of them most of all.
-
-        LMCache touches in reverse so that a prompt's tail goes before its head; the END_SESSION
-        touch comes last and covers every prompt chunk, so it alone decides the order.
-        """
-        for key in reversed(keys):
-            if key in self._chunks:
-                self._chunks.move_to_end(key)
 
     def settle(self) -> int:
         """Run eviction ticks until usage is below the watermark; returns the chunks evicted.

@@ -5,40 +5,26 @@ Read from vLLM 0.31 to 0.33: ``v1/kv_offload/cpu/manager.py``, ``cpu/policies/lr
 blocks. ``tests/live/test_tiers_match_native.py`` drives the real classes against this one.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 from typing import Literal
 
-from sim.host import HostRequest, HostShare, NotPredictable, leading
+from sim.host import ChunkStore, HostRequest, HostShare, NotPredictable, leading
 
 Recency = Literal["finish", "access"]
 
 
-class NativeChunks:
-    """Chunks in recency order; a store evicts what it needs, at once and all or nothing.
+class NativeChunks(ChunkStore):
+    """A store evicts what it needs, at once and all or nothing.
 
     ``recency`` says when a request's chunks become the most recent: ``finish`` once, when the
     request has finished (vLLM 0.31 and 0.32, ``LRUCachePolicy.on_request_finished``); ``access`` at every
-    load and offer, too (≥ 0.33, ``on_request_access``). Raises ValueError for a negative
-    ``capacity``.
+    load and offer, too (≥ 0.33, ``on_request_access``).
     """
 
     def __init__(self, capacity: int, chunk_tokens: int, *, recency: Recency) -> None:
-        if capacity < 0:
-            raise ValueError(f"a host store of {capacity} chunks; 0 is the smallest")
-        self.capacity = capacity
-        self.evicted = 0
-        self._chunk_tokens = chunk_tokens
+        super().__init__(capacity, chunk_tokens)
         self._at_access = recency == "access"
-        self._chunks: OrderedDict[int, None] = OrderedDict()  # least recently used first
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def recency(self) -> tuple[int, ...]:
-        """Resident keys, the next to be evicted first."""
-        return tuple(self._chunks)
 
     def check(self, request: HostRequest) -> None:
         """Raise NotPredictable for a prompt that does not fit the store as a whole.
@@ -67,7 +53,7 @@ class NativeChunks:
         first = request.gpu_hit // self._chunk_tokens
         seen = list(request.chunks[first : first + share.loaded_chunks])
         if self._at_access:
-            self._refresh(seen)
+            self.touch(seen)
         offered = first + share.loaded_chunks if share.loaded_chunks else 0
         stored = 0
         for _, done in request.prefill_ends(share.loaded_tokens):
@@ -76,10 +62,10 @@ class NativeChunks:
                 offer = request.chunks[offered:full]
                 seen += offer
                 if self._at_access:
-                    self._refresh(seen)
+                    self.touch(seen)
                 stored += self._store(offer)
                 offered = full
-        self._refresh(seen)
+        self.touch(seen)
         return HostShare(
             share.loaded_tokens, share.hit_chunks, share.loaded_chunks, share.moved_tokens, stored
         )
@@ -111,9 +97,3 @@ class NativeChunks:
             self.evicted += len(victims)
         self._chunks.update(dict.fromkeys(missing))
         return len(missing)
-
-    def _refresh(self, seen: Sequence[int]) -> None:
-        """Make the resident ones of ``seen`` the most recent, the first of them most of all."""
-        for key in reversed(seen):
-            if key in self._chunks:
-                self._chunks.move_to_end(key)

@@ -312,9 +312,16 @@ class _Reader:
         return 2 * self._kv_heads() * self._head_dim()  # 2: one K and one V
 
     def _kv_heads(self) -> int:
-        if self.text.get("num_key_value_heads") is not None:
-            return self._size("num_key_value_heads")
-        return self._size("num_attention_heads")
+        heads = self._size("num_attention_heads")
+        if self.text.get("num_key_value_heads") is None:
+            return heads
+        kv_heads = self._size("num_key_value_heads")
+        if heads % kv_heads:  # vLLM's Attention layer asserts it
+            raise ValueError(
+                f"{self.file} has num_key_value_heads={kv_heads}, which do not divide its "
+                f"{heads} attention heads: every KV head serves as many of them"
+            )
+        return kv_heads
 
     def _window(self, kind: Kind) -> int | None:
         field = {"sliding_window": "sliding_window", "chunked_attention": "attention_chunk_size"}

@@ -75,25 +75,44 @@ class Predictor:
         Raises ValueError for a request the server could not serve and NotPredictable for one whose
         end is a matter of timing; neither changes anything.
         """
-        n_blocks = self._blocks_of(prompt, output_tokens, output_ids, stopped=stopped)
-        block_size = self.tiers.block_size
+        if output_ids is not None and len(output_ids) != output_tokens:
+            raise ValueError(f"{len(output_ids)} output ids for {output_tokens} output tokens")
+        n_blocks = self._blocks_of(len(prompt), output_tokens, stopped=stopped)
         # The last generated token never gets a slot: blocks hold prompt + output - 1 tokens.
-        known = (*prompt, *(output_ids[:-1] if output_ids is not None else ()))
-        keys = self._keys.of(known)
-        hit_blocks = self.gpu.longest_hit(keys[: reusable_blocks(len(prompt), block_size)])
+        known = prompt if output_ids is None else (*prompt, *output_ids[:-1])
+        return self._serve(self._keys.of(known), len(prompt), output_tokens, n_blocks)
+
+    def request_named(self, keys: Sequence[int], n_prompt: int, output_tokens: int) -> Prediction:
+        """As ``request``, for a prompt of ``n_prompt`` tokens whose leading blocks have ``keys``.
+
+        Two requests have as many leading keys in common as they have leading full blocks; a block
+        without a key never comes again. Keys are below 0, so that none is one of ``request``'s.
+        """
+        n_blocks = self._blocks_of(n_prompt, output_tokens, stopped=False)
+        n_full = n_prompt // self.tiers.block_size
+        named = [*keys, *(self._keys.fresh() for _ in range(n_full - len(keys)))]
+        return self._serve(named, n_prompt, output_tokens, n_blocks)
+
+    def _serve(
+        self, keys: list[int], n_prompt: int, output_tokens: int, n_blocks: int
+    ) -> Prediction:
+        """Serve a request of ``n_blocks`` blocks; ``keys`` are those of its full ones, if known."""
+        block_size = self.tiers.block_size
+        hit_blocks = self.gpu.longest_hit(keys[: reusable_blocks(n_prompt, block_size)])
         seen_by_host = HostRequest(
-            len(prompt),
-            self._chunks(keys, len(prompt)),
+            n_prompt,
+            self._chunks(keys, n_prompt),
             len(hit_blocks) * block_size,
             self.tiers.max_num_batched_tokens,
         )
         if self.host is not None:
             self.host.check(seen_by_host)
 
-        n_full = (len(prompt) + output_tokens - 1) // block_size
-        unknown = [self._keys.fresh() for _ in range(n_full - len(keys))]
         blocks = self.gpu.take(hit_blocks, n_blocks)
-        self.gpu.name(blocks, [*keys, *unknown])
+        if self.tiers.prefix_caching:  # what has no name is never hit
+            n_full = (n_prompt + output_tokens - 1) // block_size
+            unknown = [self._keys.fresh() for _ in range(n_full - len(keys))]
+            self.gpu.name(blocks, [*keys, *unknown])
         self.gpu.free(blocks)
         share = self.host.serve(seen_by_host) if self.host is not None else HostShare()
         return _prediction(seen_by_host, share)
@@ -106,27 +125,18 @@ class Predictor:
         per_chunk = chunk // self.tiers.block_size
         return keys[per_chunk - 1 : n_prompt // chunk * per_chunk : per_chunk]
 
-    def _blocks_of(
-        self,
-        prompt: Sequence[int],
-        output_tokens: int,
-        output_ids: Sequence[int] | None,
-        *,
-        stopped: bool,
-    ) -> int:
+    def _blocks_of(self, n_prompt: int, output_tokens: int, *, stopped: bool) -> int:
         """Blocks the request holds at its end, after every reason to refuse it."""
-        if not prompt or output_tokens < 1:
+        if n_prompt < 1 or output_tokens < 1:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens with {output_tokens} output tokens; "
+                f"a prompt of {n_prompt} tokens with {output_tokens} output tokens; "
                 "each must be at least 1"
             )
-        if output_ids is not None and len(output_ids) != output_tokens:
-            raise ValueError(f"{len(output_ids)} output ids for {output_tokens} output tokens")
-        n_slots = len(prompt) + output_tokens - 1
+        n_slots = n_prompt + output_tokens - 1
         n_blocks = -(-n_slots // self.tiers.block_size)
         if n_blocks > self.gpu.usable:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens with {output_tokens} output tokens needs "
+                f"a prompt of {n_prompt} tokens with {output_tokens} output tokens needs "
                 f"{n_blocks} blocks of {self.tiers.block_size}; {self.gpu.usable} of "
                 f"{self.tiers.num_gpu_blocks} GPU blocks are usable"
             )

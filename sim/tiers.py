@@ -17,6 +17,7 @@ from sim.prefix_keys import PrefixKeys
 
 __all__ = [
     "ALIGN_BYTES",
+    "NEWEST_ENGINE",
     "NULL_BLOCK",
     "POLICIES",
     "EngineRules",
@@ -29,6 +30,7 @@ __all__ = [
     "PrefixKeys",
     "TierSpec",
     "align_up",
+    "engine_note",
     "engine_rules",
     "open_gpu",
     "open_host",
@@ -41,6 +43,9 @@ HOST_KINDS: tuple[HostKind, ...] = ("none", "lmcache-mp", "lmcache", "native")
 
 OLDEST_ENGINE = (0, 16)
 """The oldest vLLM the GPU rules were run against."""
+
+NEWEST_ENGINE = (0, 33)
+"""The newest vLLM that was compared; a newer one is taken for it, and ``engine_note`` says so."""
 
 
 class EngineRules(NamedTuple):
@@ -61,10 +66,7 @@ def engine_rules(engine: str) -> EngineRules:
     store, which is a third rule. Raises ValueError for what is no version and NotPredictable for
     one older than was ever compared.
     """
-    match = re.match(r"(\d+)\.(\d+)", engine)
-    if match is None:
-        raise ValueError(f"engine {engine!r} is no vLLM version; expected one like '0.32.0'")
-    version = (int(match[1]), int(match[2]))
+    version = _version(engine)
     if version < OLDEST_ENGINE:
         oldest = ".".join(map(str, OLDEST_ENGINE))
         raise NotPredictable(f"vLLM {engine} was never compared; {oldest} is the oldest that was")
@@ -72,6 +74,24 @@ def engine_rules(engine: str) -> EngineRules:
     if version >= (0, 31):
         recency = "access" if version >= (0, 33) else "finish"
     return EngineRules(hashless_first=version >= (0, 24), native_recency=recency)
+
+
+def engine_note(engine: str) -> str | None:
+    """What a prediction for vLLM ``engine`` takes for granted; None for a version compared.
+
+    Raises ValueError for what is no version.
+    """
+    if _version(engine) <= NEWEST_ENGINE:
+        return None
+    newest = ".".join(map(str, NEWEST_ENGINE))
+    return f"vLLM {engine}: rules of {newest} assumed; the newest compared is {newest}"
+
+
+def _version(engine: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", engine)
+    if match is None:
+        raise ValueError(f"engine {engine!r} is no vLLM version; expected one like '0.32.0'")
+    return (int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +105,9 @@ class TierSpec:
     before alignment), which must agree with ``host_chunks``, concern ``lmcache-mp`` only.
 
     ``hashless_first`` and ``native_recency`` None follow ``engine``. ``async_scheduling``, vLLM's
-    default, decides what an early stop costs.
+    default, decides what an early stop costs. ``prefix_caching`` False is vLLM's
+    ``--no-enable-prefix-caching``: blocks get no hash, and nothing is hit on the GPU; the order in
+    which they are used again, which then matters to no token, is that of vLLM ≥ 0.31.
     """
 
     block_size: int
@@ -94,6 +116,7 @@ class TierSpec:
     engine: str = "0.32.0"
     hashless_first: bool | None = None
     async_scheduling: bool = True
+    prefix_caching: bool = True
     host: HostKind | None = None
     host_chunks: int | None = None
     chunk_tokens: int = 256
@@ -132,19 +155,8 @@ def open_host(spec: TierSpec) -> HostTier | None:
         raise ValueError(f"host {kind!r} with host_chunks {spec.host_chunks}: one contradicts")
     if spec.host_chunks is None:
         return None
-    if spec.chunk_tokens < 1 or spec.chunk_tokens % spec.block_size:
-        raise ValueError(
-            f"chunks of {spec.chunk_tokens} tokens are not whole blocks of {spec.block_size}; "
-            "the engines refuse such a pair"
-        )
+    _check_beside(spec, kind)
     if kind == "lmcache-mp":
-        if spec.block_size == 1:
-            # The load is allotted blocks for all but the last token of a prompt found in full, and
-            # LMCache 0.5.6 refuses to write a whole chunk into one block less.
-            raise NotPredictable(
-                "host 'lmcache-mp' with blocks of 1 token: LMCache cannot load a prompt that it "
-                "holds in full"
-            )
         return HostChunks(
             spec.host_chunks,
             chunk_tokens=spec.chunk_tokens,
@@ -166,3 +178,23 @@ def open_host(spec: TierSpec) -> HostTier | None:
             f"host 'native' of vLLM {spec.engine} is not modelled; 0.31 is the oldest that is"
         )
     return NativeChunks(spec.host_chunks, spec.chunk_tokens, recency=recency)
+
+
+def _check_beside(spec: TierSpec, kind: HostKind) -> None:
+    """Refuse a host tier that does not go with the GPU tier beside it."""
+    if spec.chunk_tokens < 1 or spec.chunk_tokens % spec.block_size:
+        raise ValueError(
+            f"chunks of {spec.chunk_tokens} tokens are not whole blocks of {spec.block_size}; "
+            "the engines refuse such a pair"
+        )
+    if not spec.prefix_caching:
+        raise NotPredictable(
+            f"host {kind!r} without vLLM's prefix cache: never compared with the engine's classes"
+        )
+    if kind == "lmcache-mp" and spec.block_size == 1:
+        # The load is allotted blocks for all but the last token of a prompt found in full, and
+        # LMCache 0.5.6 refuses to write a whole chunk into one block less.
+        raise NotPredictable(
+            "host 'lmcache-mp' with blocks of 1 token: LMCache cannot load a prompt that it "
+            "holds in full"
+        )

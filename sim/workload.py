@@ -5,6 +5,7 @@ was asked. Prompts are token ids, never text: re-tokenising would change their l
 """
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,6 +92,16 @@ def pass_name(index: int, order: PassOrder) -> str:
     return f"pass{index + 1}-{'cold' if index == 0 else _ORDER_WORD[order]}"
 
 
+def request_keys(spec: WorkloadSpec) -> Iterator[tuple[str, int]]:
+    """``Request.key`` of every request of ``spec`` in sending order, without building a prompt."""
+    for doc in range(spec.warmup_documents):
+        yield WARMUP_PASS, doc
+    for index, order in enumerate(spec.passes):
+        name, walk = pass_name(index, order), range(spec.documents)
+        for doc in walk if order == "fwd" else reversed(walk):
+            yield name, doc
+
+
 def build_workload(spec: WorkloadSpec) -> Workload:
     """Build the requests of ``spec``; the same spec gives the same token ids on every machine.
 
@@ -100,16 +111,19 @@ def build_workload(spec: WorkloadSpec) -> Workload:
     """
     _check(spec)
     low, high = spec.vocab
+    # One object an id, so that millions of tokens cost their references: 8 bytes each, not 40.
+    ids: dict[int, int] = {}
     first_ids = random.Random(f"{spec.seed}/first").sample(
         range(low, high), spec.documents + spec.warmup_documents
     )
     requests: list[Request] = []
     for doc in range(spec.warmup_documents):
         first_id = first_ids[spec.documents + doc]
-        document = _document(spec, f"warmup/{doc}", first_id, spec.document_tokens)
+        document = _document(spec, f"warmup/{doc}", first_id, spec.document_tokens, ids)
         requests.append(_request(spec, "warmup", WARMUP_PASS, doc, document))
     documents = [
-        _document(spec, f"doc/{d}", first_ids[d], spec.tokens_of(d)) for d in range(spec.documents)
+        _document(spec, f"doc/{d}", first_ids[d], spec.tokens_of(d), ids)
+        for d in range(spec.documents)
     ]
     for index, order in enumerate(spec.passes):
         walk = range(spec.documents) if order == "fwd" else reversed(range(spec.documents))
@@ -154,12 +168,15 @@ def _check_distinct(spec: WorkloadSpec, requests: list[Request]) -> None:
         )
 
 
-def _document(spec: WorkloadSpec, name: str, first_id: int, n_tokens: int) -> tuple[int, ...]:
+def _document(
+    spec: WorkloadSpec, name: str, first_id: int, n_tokens: int, ids: dict[int, int]
+) -> tuple[int, ...]:
     # random.Random seeded by a string hashes it with SHA-512: stable across Python versions and
     # independent of PYTHONHASHSEED; getrandbits-based choices of ints are stable too.
     rng = random.Random(f"{spec.seed}/{name}")
     low, high = spec.vocab
-    return (first_id, *(rng.randrange(low, high) for _ in range(n_tokens - 1)))
+    drawn = (rng.randrange(low, high) for _ in range(n_tokens - 1))
+    return (first_id, *(ids.setdefault(token, token) for token in drawn))
 
 
 def _request(

@@ -5,54 +5,22 @@ file plays the server around them: lookup, load, store, end of session, ticks un
 failure names the seed of its workload; ``_mismatch(seed)`` alone reproduces it.
 """
 
-import importlib.util
-import os
 import random
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from sim.tiers import HostChunks, PrefixKeys, align_up
+from tests.live.differential.claims import needs
+from tests.live.differential.engines import lmcache_storage, tick_until_settled
 
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.skipif(
-        importlib.util.find_spec("lmcache") is None,
-        reason="no LMCache here: `make setup` installs an engine build",
-    ),
-]
+pytestmark = needs("lmcache")
 
 N_WORKLOADS = 200
 MIN_REQUESTS = 4_000
 MIN_WITH_HITS = 1_000
 MIN_EVICTIONS = 500
 MIN_LOST_STORES = 100
-
-
-@cache
-def _lmcache() -> SimpleNamespace:
-    """The classes under comparison; imported on use, for it takes seconds and warns on the way."""
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # read once, by the first import
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import torch
-        from lmcache.v1.distributed import api, config
-        from lmcache.v1.distributed.error import L1Error
-        from lmcache.v1.distributed.l1_manager import L1Manager
-        from lmcache.v1.distributed.storage_controllers import eviction_controller
-    return SimpleNamespace(
-        torch=torch,
-        api=api,
-        config=config,
-        L1Error=L1Error,
-        L1Manager=L1Manager,
-        eviction_controller=eviction_controller,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +70,11 @@ def _case(seed: int) -> Case:
 
 
 def _by_lmcache(case: Case) -> Iterator[Outcome]:
-    lmcache = _lmcache()
+    lmcache = lmcache_storage()
     memory = lmcache.config.L1MemoryManagerConfig(case.total_bytes, use_lazy=False, shm_name="")
     store = lmcache.L1Manager(lmcache.config.L1ManagerConfig(memory))
     eviction = lmcache.config.EvictionConfig(case.policy, case.watermark, case.ratio)
-    controller = lmcache.eviction_controller.L1EvictionController(store, eviction)
+    controller = lmcache.L1EvictionController(store, eviction)
     policy = controller._eviction_policy
     torch = lmcache.torch
     layout = lmcache.api.MemoryLayoutDesc([torch.Size([case.chunk_bytes])], [torch.uint8])
@@ -115,7 +83,7 @@ def _by_lmcache(case: Case) -> Iterator[Outcome]:
             keys = [_object_key(prompt[: end + 1]) for end in range(len(prompt))]
             hit, stored, lost = _serve(store, keys, layout)
             before = store.report_status()["total_object_count"]
-            _settle(store, controller, case)
+            tick_until_settled(controller, store, policy=case.policy, watermark=case.watermark)
             after = store.report_status()["total_object_count"]
             order = tuple(policy.get_eviction_candidates(10**6)) if case.policy == "LRU" else ()
             yield Outcome(hit, stored, before - after, order, lost)
@@ -124,12 +92,12 @@ def _by_lmcache(case: Case) -> Iterator[Outcome]:
 
 
 def _object_key(prefix: tuple[int, ...]) -> Any:
-    return _lmcache().api.ObjectKey(chunk_hash=bytes(prefix), model_name="m", kv_rank=0)
+    return lmcache_storage().api.ObjectKey(chunk_hash=bytes(prefix), model_name="m", kv_rank=0)
 
 
 def _serve(store: Any, keys: list[Any], layout: Any) -> tuple[int, int, bool]:
     """One request against the store: (chunks hit, chunks newly written, the write was refused)."""
-    success, full = _lmcache().L1Error.SUCCESS, _lmcache().L1Error.OUT_OF_MEMORY
+    success, full = lmcache_storage().L1Error.SUCCESS, lmcache_storage().L1Error.OUT_OF_MEMORY
     found = store.reserve_read(keys)
     hit = next((i for i, key in enumerate(keys) if found[key][0] != success), len(keys))
     store.finish_read([key for key in keys if found[key][0] == success])
@@ -142,46 +110,6 @@ def _serve(store: Any, keys: list[Any], layout: Any) -> tuple[int, int, bool]:
         store.finish_write(written)
     store.touch_keys(keys)  # END_SESSION
     return hit, len(written), lost
-
-
-def _settle(store: Any, controller: Any, case: Case) -> None:
-    """Run the real loop body, one tick a call, until a tick would do nothing."""
-    used, total = store.get_memory_usage()
-    while case.policy == "LRU" and used / total >= case.watermark:
-        controller.eviction_loop()
-        used, total = store.get_memory_usage()
-
-
-@pytest.fixture(autouse=True)
-def _one_tick_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread's loop, without its second of sleep and for one pass.
-
-    The loop tests its stop flag before it sleeps, so a flag raised during the sleep lets exactly
-    one pass through; ``is_set`` is asked again after it.
-    """
-    module = _lmcache().eviction_controller
-
-    class _Flag:
-        def __init__(self) -> None:
-            self.asked = 0
-
-        def is_set(self) -> bool:
-            self.asked += 1
-            return self.asked % 2 == 0
-
-    class _NoSleep:
-        monotonic = staticmethod(module.time.monotonic)
-
-        @staticmethod
-        def sleep(_seconds: float) -> None:
-            return None
-
-    monkeypatch.setattr(module, "time", _NoSleep)
-    monkeypatch.setattr(module, "threading", SimpleNamespace(Event=_Flag, Thread=_no_thread))
-
-
-def _no_thread(**_settings: Any) -> None:
-    return None
 
 
 def _by_sim(case: Case) -> Iterator[Outcome]:

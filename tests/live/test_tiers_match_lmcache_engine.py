@@ -4,8 +4,6 @@ In-process: both halves of LMCacheConnectorV1 and the engine. MP: both halves of
 and a cache server over its real transport.
 """
 
-import importlib.util
-
 import pytest
 
 import sim.tiers
@@ -13,18 +11,11 @@ from scripts.mutations import MUTATIONS, Mutation
 from sim.host_inprocess import InProcessChunks
 from tests.live.differential.claims import (
     assert_part_agrees,
+    needs,
     share_caught_by,
 )
 
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("vllm", "lmcache")),
-        reason="no vLLM with LMCache here: `make setup` installs an engine build",
-    ),
-    # The engines' own warnings, raised whenever they import something, are theirs.
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = needs("vllm", "lmcache")
 
 
 def test_the_in_process_tier_equals_lmcaches_engine_after_every_request() -> None:

@@ -1,13 +1,12 @@
 """``sim.host_native`` against the installed vLLM's OffloadingConnector and its CPU manager."""
 
-import importlib.util
-
 import pytest
 
 import sim.tiers
 from tests.live.differential.claims import (
     PrefixFirstNative,
     assert_part_agrees,
+    needs,
     share_caught,
     share_caught_by,
     with_engine,
@@ -17,15 +16,7 @@ from tests.live.differential.parts import PARTS
 from tests.live.differential.regressions import REGRESSIONS
 from tests.live.differential.workloads import Case
 
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="no vLLM here: `make setup` installs an engine build",
-    ),
-    # The engines' own warnings, raised whenever they import something, are theirs.
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = needs("vllm")
 
 
 def test_the_native_tier_equals_vllms_offloading_after_every_request() -> None:

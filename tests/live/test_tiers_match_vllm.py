@@ -4,8 +4,6 @@ No model and no server: the classes that decide what is cached run in this proce
 prints the smallest part of its workload that still fails; regressions.py keeps such workloads.
 """
 
-import importlib.util
-
 import pytest
 
 import sim.predict
@@ -14,24 +12,19 @@ from sim.gpu_pool import GpuPool
 from tests.live.differential.claims import (
     NoNullBlock,
     assert_part_agrees,
+    needs,
     share_caught,
     share_caught_by,
+    with_engine,
+    with_tiers,
 )
-from tests.live.differential.compare import difference
+from tests.live.differential.compare import caught, difference
 from tests.live.differential.engines import vllm_core
 from tests.live.differential.parts import PARTS
 from tests.live.differential.regressions import REGRESSIONS
-from tests.live.differential.workloads import Case
+from tests.live.differential.workloads import Case, random_case
 
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="no vLLM here: `make setup` installs an engine build",
-    ),
-    # The engines' own warnings, raised whenever they import something, are theirs.
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = needs("vllm")
 
 
 def test_the_gpu_tier_equals_vllms_block_manager_after_every_request() -> None:
@@ -61,6 +54,16 @@ def test_several_blocks_without_a_key_come_back_in_vllms_order() -> None:
     assert list(ours.free_order()) == order == [4, 3, 2, 1, 5, 6]
 
 
+@pytest.mark.parametrize("part", ["gpu", "scheduler", "async-scheduler"])
+def test_a_server_without_a_prefix_cache_agrees(part: str) -> None:
+    is_async = part == "async-scheduler"
+    cases = [
+        random_case(seed, prefix_caching=False, async_scheduling=is_async) for seed in range(10)
+    ]
+    differences = [difference(with_engine(case), PARTS[part].driver) for case in cases]
+    assert differences == [None] * 10
+
+
 # --- the same comparison must catch a wrong rule
 
 
@@ -72,6 +75,12 @@ def test_the_free_rule_of_older_vllm_is_caught() -> None:
 def test_a_pool_without_a_null_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim.tiers, "GpuPool", NoNullBlock)
     assert share_caught_by("gpu", 20) == 1.0
+
+
+def test_a_prefix_cache_where_the_engine_has_none_is_caught() -> None:
+    cases = [with_engine(random_case(seed, prefix_caching=False)) for seed in range(20)]
+    seeds = caught(cases, PARTS["gpu"].driver, lambda case: with_tiers(case, prefix_caching=True))
+    assert len(seeds) >= 10
 
 
 def test_a_prompt_hit_to_its_last_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

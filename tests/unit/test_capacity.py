@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.capacity import Served, _edge, gpu_edge, host_edge, why_not
+from harness.capacity import Served, _edge, gpu_edge, host_edge, least_from, why_not
 from sim.predict import TierSpec
 from sim.workload import WorkloadSpec, build_workload
 
@@ -49,6 +49,14 @@ def test_the_host_edge_leaves_room_above_the_watermark():
     assert edge.sizes[3].is_full is False
 
 
+def test_the_tier_described_is_tried_with_the_bytes_beyond_its_last_chunk():
+    # 3 chunks of 4,096 bytes in one byte less than 4: 0.75 of it, below 0.8, so it is full.
+    described = replace(TIERS, host_bytes=4 * 4096 - 1, chunk_bytes=100)
+    assert host_edge(REQUESTS, described, gpu_hits=[0] * 6).smallest == 3
+    just_three = replace(described, host_bytes=3 * 4096)
+    assert host_edge(REQUESTS, just_three, gpu_hits=[0] * 6).smallest == 4
+
+
 def test_the_host_edge_without_eviction_is_the_number_of_chunks():
     noop = TierSpec(
         block_size=4, num_gpu_blocks=5, max_num_batched_tokens=64, host_chunks=3, chunk_tokens=8,
@@ -82,6 +90,31 @@ def test_sizes_that_fall_short_above_the_edge_are_said():
     edge = _edge(lambda n: Served(0, n, 0, is_full=n >= 50 and n != 75), 0, 300)
     assert edge.smallest == 50
     assert not edge.is_steady
+
+
+@pytest.mark.parametrize("guess", [5, 6, 776, 777, 778, 5000])
+def test_the_least_size_is_found_from_any_guess_and_cheaply_from_a_good_one(guess):
+    tried = []
+
+    def works(size):
+        tried.append(size)
+        return size >= 777
+
+    assert least_from(works, guess=guess, lowest=5) == 777
+    assert {776, 777} <= set(tried)
+    assert len(tried) <= (2 if guess == 777 else 30)
+
+
+@pytest.mark.parametrize("guess", [5, 9])
+def test_the_least_size_may_be_the_lowest(guess):
+    assert least_from(lambda size: size >= 5, guess=guess, lowest=5) == 5
+
+
+def test_a_watermark_that_no_store_stays_below_leaves_nothing_to_load():
+    # The smallest number above 0: every store of a chunk is at it, and evicts all it has.
+    edge = host_edge(REQUESTS, replace(TIERS, watermark=5e-324, evict_ratio=1.0), [0] * 6)
+    assert edge.endless.host_loaded == 0
+    assert edge.smallest == 0
 
 
 def test_a_plan_of_too_many_blocks_is_refused_with_their_number():

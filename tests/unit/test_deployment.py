@@ -87,15 +87,79 @@ def test_the_size_that_is_said_to_work_works(told):
     assert told(host_gib=14.875)["predicted"] == told(host_gib=10.0)["predicted_with_enough_host"]
 
 
-def test_enough_gpu_tokens_find_every_document_without_a_host(told):
-    # 312 whole blocks of 16 a document, 20 of them; 315 blocks a request, so 3 more; the null
-    # block; and one full question block kept for each of 40 requests, as (5,035 // 16) - 312 = 2.
+def test_enough_gpu_tokens_find_every_document_without_a_host_and_a_block_less_does_not(told):
+    # 312 whole blocks of 16 a document. A request fills (5,035 // 16) - 312 = 2 more with its
+    # question, and 19 requests lie between a document's two; one block without a hash goes from
+    # request to request; one is vLLM's null block.
     content = told(host="none")
     enough = content["enough"]["gpu_tokens"]
-    assert enough == (1 + 20 * 312 + 3 + 40 * 2) * 16
-    replay = told(host="none", gpu_kv_tokens=enough)["predicted"]["pass2-replay"]
-    assert replay == {"computed": 20 * 28, "gpu_hit": 20 * 4_992, "host_loaded": 0}
+    assert enough == (1 + 20 * 312 + 19 * 2 + 1) * 16
+    full = {"computed": 20 * 28, "gpu_hit": 20 * 4_992, "host_loaded": 0}
+    assert told(host="none", gpu_kv_tokens=enough)["predicted"]["pass2-replay"] == full
+    assert told(host="none", gpu_kv_tokens=enough - 16)["predicted"]["pass2-replay"] != full
     assert "There is no host tier" in content["paragraph"]
+
+
+LONG_QUESTIONS = {"question_tokens": 5_000, "passes": ["fwd"] * 4, "gpu_kv_tokens": 20_000}
+
+
+@pytest.mark.parametrize(
+    ("engine", "aging_blocks", "scratch"), [("0.32.0", 313, 1), ("0.23.0", 314, 0)]
+)
+def test_long_questions_do_not_pile_up_in_what_is_enough(told, engine, aging_blocks, scratch):
+    # 10,000 + 16 - 1 tokens: 626 blocks, 625 of them full; 313 are a question's and age, one is
+    # without a hash: up to 0.23 it ages, too. Four passes kept 80 questions would be twice that.
+    enough = told(host="none", engine=engine, **LONG_QUESTIONS)["enough"]["gpu_tokens"]
+    assert enough == (1 + 20 * 312 + 19 * aging_blocks + scratch) * 16
+
+
+@pytest.mark.parametrize("policy", ["LRU", "noop"])
+@pytest.mark.parametrize("changed", [{}, LONG_QUESTIONS], ids=["short", "long"])
+def test_enough_host_chunks_serve_every_replay_and_one_chunk_less_does_not(told, policy, changed):
+    fields = {"policy": policy, "host_gib": 1.0, **changed}
+    content = told(**fields)
+    chunks = content["enough"]["host_chunks"]
+    assert content["enough"]["host_is_least"] is True
+
+    def loaded(n):
+        passes = told(**fields | {"host_gib": n / 32})["predicted"]  # 32 MiB a chunk
+        return sum(tokens["host_loaded"] for tokens in passes.values())
+
+    assert loaded(chunks) == loaded(100_000)
+    assert loaded(chunks - 1) < loaded(chunks)
+
+
+def test_without_eviction_enough_is_the_first_walks_chunks(told):
+    # 20 prompts of 19 whole chunks: whatever later questions would add finds no room, and need not.
+    assert told(host_gib=1.0, policy="noop")["enough"]["host_chunks"] == 20 * 19
+    # 10,000 tokens are 39 chunks, 20 of the question alone; a prompt is stored whole or not at all.
+    long = told(host_gib=1.0, policy="noop", **LONG_QUESTIONS)
+    assert long["enough"]["host_chunks"] == 20 * 39
+
+
+def test_a_description_too_large_to_look_for_the_least_host_tier_says_so(told):
+    # 2,000 prompts of 125 chunks of 16: 250,000 at 40 sizes are beyond 10 million.
+    content = told(
+        documents=1_000, document_tokens=2_000, chunk_tokens=16, host_gib=100.0,
+    )  # fmt: skip
+    assert content["enough"]["host_is_least"] is False
+    assert "Less host memory may do" in content["paragraph"]
+    assert content["predicted_with_enough_host"]["pass2-replay"]["host_loaded"] > 0
+
+
+def test_bytes_beyond_whole_chunks_count_for_the_watermark(told):
+    # 475 chunks of 32 MiB: 380 documents' chunks are at 0.8 of them and evicted, but below 0.8 of
+    # 475.5 chunks.
+    assert told(host_gib=475 / 32)["predicted"]["pass2-replay"]["host_loaded"] == 0
+    assert told(host_gib=475.5 / 32)["predicted"]["pass2-replay"]["host_loaded"] == 97_280
+
+
+def test_an_engine_newer_than_any_compared_is_said(told):
+    content = told(host_gib=10.0, engine="0.40.0")
+    assert content["inexact_because"] == [
+        "vLLM 0.40.0: rules of 0.33 assumed; the newest compared is 0.33"
+    ]
+    assert "rules of 0.33 assumed" in content["paragraph"]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +243,15 @@ def test_a_description_is_read_from_toml(tmp_path, model):
     assert deployment.host_gib == 10.5
 
 
+HUGE = """model = "m"
+gpu_kv_tokens = 1
+documents = 1
+document_tokens = {}
+question_tokens = {}
+output_tokens = {}
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -189,8 +262,13 @@ def test_a_description_is_read_from_toml(tmp_path, model):
         ('model = "m"\ngpu_kv_tokens = 1\ndocuments = 1\ndocument_tokens = 1\nhosts = 1', "hosts"),
         (
             'model = "m"\ngpu_kv_tokens = 1\ndocuments = 1000\ndocument_tokens = 100000',
-            "200,040,000 prompt tokens",
+            "2,000 prompts of 6,253 KV blocks; about 5,000,000 blocks",
         ),
+        # 2**40 tokens are no list in memory before they are refused.
+        (HUGE.format(2**40, 1, 1), "2 prompts of 68,719,476,737 KV blocks"),
+        (HUGE.format(1, 2**40, 1), "2 prompts of 68,719,476,737 KV blocks"),
+        (HUGE.format(1, 1, 2**40), "2 prompts of 68,719,476,737 KV blocks"),
+        (HUGE.format(2**41, 1, 1), r"document_tokens: .*less than or equal to 1099511627776"),
     ],
 )
 def test_a_bad_description_is_refused_with_its_field(tmp_path, text, message):

@@ -78,6 +78,13 @@ def test_one_kv_head_is_mqa(geometry):
     assert geometry(PLAIN | {"num_key_value_heads": 1}) == KvGeometry(2 * 2 * 1 * 8 * 2)
 
 
+@pytest.mark.parametrize("kv_heads", [3, 8])
+def test_kv_heads_that_do_not_divide_the_attention_heads_are_refused(geometry, kv_heads):
+    # vLLM's Attention layer asserts that each serves as many of the 4.
+    with pytest.raises(ValueError, match=f"num_key_value_heads={kv_heads}, which do not divide"):
+        geometry(PLAIN | {"num_key_value_heads": kv_heads})
+
+
 def test_a_null_head_dim_falls_back_to_hidden_size_over_heads(geometry):
     assert geometry(PLAIN | {"head_dim": None}) == KvGeometry(2 * 2 * 4 * 8 * 2)
 

@@ -1,3 +1,5 @@
+import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -289,6 +291,35 @@ def test_several_prefill_steps_change_nothing_on_the_gpu():
         assert one.gpu.free_order() == many.gpu.free_order()
 
 
+def test_without_a_prefix_cache_nothing_is_ever_hit_or_named():
+    # Blocks without a hash come back last one first: 1, 2, 3 are the next ones, over and over.
+    server = Predictor(replace(GPU_ONLY, num_gpu_blocks=6, prefix_caching=False))
+    for _ in range(3):
+        assert sources(server.request(doc(1, 9), 2)) == (9, 0, 0)
+        assert server.gpu.hashed() == {}
+        assert server.gpu.free_order() == (3, 2, 1, 4, 5)
+        server.request(doc(2, 9), 2)
+        assert server.gpu.free_order() == (1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("host", ["lmcache-mp", "lmcache", "native"])
+def test_a_host_tier_without_vllms_prefix_cache_is_refused(host):
+    with pytest.raises(NotPredictable, match="without vLLM's prefix cache"):
+        Predictor(replace(TIERS, host=host, prefix_caching=False))
+
+
+def test_a_prompt_named_by_its_blocks_is_served_as_its_tokens_are():
+    # Documents of 9 tokens, 2 blocks of 4 and one token; a question of 5 that ends block 3.
+    by_tokens, by_names = Predictor(TIERS), Predictor(TIERS)
+    for turn, name in enumerate((1, 2, 1, 3, 2)):
+        told = by_tokens.request([*doc(name, 9), *doc(100 + turn, 5)], 6)
+        assert by_names.request_named([-2 * name, -2 * name - 1], 14, 6) == told
+        assert by_names.gpu.free_order() == by_tokens.gpu.free_order()
+    assert told.split.gpu_hit == 8
+    with pytest.raises(ValueError, match="at least 1"):
+        by_names.request_named([], 0, 1)
+
+
 def test_an_early_stop_costs_one_more_step_under_async_scheduling_only():
     # 4 + 1 - 1 = 4 slots are one block; the step beyond the stop token begins a second one.
     fits = replace(GPU_ONLY, num_gpu_blocks=4, async_scheduling=True)
@@ -427,6 +458,34 @@ def test_output_ids_of_another_length_are_refused():
 def test_chunks_that_are_not_whole_blocks_are_refused(chunk_tokens):
     with pytest.raises(ValueError, match=f"chunks of {chunk_tokens} tokens"):
         Predictor(replace(TIERS, chunk_tokens=chunk_tokens))
+
+
+# --- speed (CPU time, so that other work on the machine does not count)
+
+
+def replay_s(prompts: list[tuple[int, ...]], tiers: TierSpec) -> float:
+    server = Predictor(tiers)
+    started = time.process_time()
+    for prompt in prompts:
+        server.request(prompt, 2)
+    return time.process_time() - started
+
+
+def test_a_million_block_touches_are_replayed_within_two_seconds():
+    # 50 documents of 100 blocks, 3 in 5 of them on the GPU at a time, in an order without pattern.
+    documents = [tuple(doc(name, 1600)) for name in range(50)]
+    order = random.Random(1)
+    prompts = [documents[order.randrange(50)] for _ in range(10_000)]
+    tiers = TierSpec(block_size=16, num_gpu_blocks=3_000, max_num_batched_tokens=8192)
+    assert replay_s(prompts, tiers) <= 2.0
+
+
+def test_a_lab_plan_of_30_requests_is_predicted_within_50_ms():
+    prompts = [tuple(doc(name, 3020)) for name in [*range(10), *range(10), *reversed(range(10))]]
+    tiers = TierSpec(
+        block_size=32, num_gpu_blocks=600, max_num_batched_tokens=4096, host_chunks=1000
+    )
+    assert replay_s(prompts, tiers) <= 0.05
 
 
 # --- properties

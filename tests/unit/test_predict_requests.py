@@ -6,7 +6,13 @@ import sys
 import pytest
 
 from harness.errors import InputError
-from harness.predict_requests import PredictSpec, predict_file, predict_lines, read_spec
+from harness.predict_requests import (
+    PredictSpec,
+    is_refused,
+    predict_file,
+    predict_lines,
+    read_spec,
+)
 
 LAB = {  # a run recorded on vLLM 0.32 CPU + LMCache 0.5.6: a host tier that holds everything
     "engine": "0.32.0",
@@ -171,6 +177,39 @@ def test_a_request_the_server_cannot_hold_is_an_error_and_changes_nothing():
     assert found[2]["gpu_hit"] == 8
 
 
+def test_a_server_of_two_billion_blocks_is_predicted_without_a_list_of_them():
+    huge = {"block_size": 1, "num_gpu_blocks": 2**31}
+    request = {"segments": [["a", 1000]], "output_len": 1}
+    assert splits(SMALL | huge, request, request)[1] == (1, 999, 0)
+
+
+def test_without_a_prefix_cache_nothing_is_hit():
+    a = {"prompt": [1] * 9, "output_len": 1}
+    assert splits(SMALL | {"prefix_caching": False}, a, a)[1] == (9, 0, 0)
+
+
+def test_rows_without_counts_are_told_apart():
+    a = {"prompt": [1] * 9, "output_len": 1}
+    found = rows(SMALL, a, {"prompt": [2] * 40, "output_len": 1}, a, a | {"lora": "x"}, a)
+    assert [is_refused(row) for row in found] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("0.33.1", []),
+        ("0.34.0", ["s.json: vLLM 0.34.0: rules of 0.33 assumed; the newest compared is 0.33"]),
+    ],
+)
+def test_an_engine_newer_than_any_compared_is_predicted_and_said_once(engine, said):
+    notes = []
+    spec = PredictSpec.model_validate(SMALL | {"engine": engine})
+    lines = [json.dumps({"prompt": [1], "output_len": 1}).encode()] * 2
+    found = list(predict_lines(spec, lines, where="r", spec_name="s.json", say=notes.append))
+    assert [row["computed"] for row in found] == [1, 1]
+    assert notes == said
+
+
 def test_after_a_request_that_is_not_predictable_nothing_is_claimed():
     a = {"prompt": [1] * 9, "output_len": 1}
     found = rows(SMALL, a, a | {"stop": ["\n"]}, a)
@@ -255,6 +294,13 @@ GOOD = {"prompt": [1], "output_len": 1}
         (json.dumps({"segments": [["a", 9.0]], "output_len": 1}), r"segments\.0\.1"),
         (json.dumps({"segments": [["", 9]], "output_len": 1}), r"segments\.0\.0"),
         (json.dumps({"segments": [["a"]], "output_len": 1}), r"segments\.0"),
+        (json.dumps({"segments": [["a", 2**40]], "output_len": 1}), r"segments\.0\.1: .*10000000"),
+        (json.dumps(GOOD | {"output_len": 2**31}), "output_len: .*10000000"),
+        (
+            json.dumps({"segments": [["a", 9_999_999], ["b", 1]], "output_len": 1}),
+            "10,000,001 tokens; a request has at most 10,000,000",
+        ),
+        (json.dumps(GOOD | {"output_len": 10_000_000}), "10,000,001 tokens"),
         (json.dumps(GOOD | {"output": [1, 2]}), "2 ids and output_len is 1"),
         (json.dumps(GOOD | {"output": "x"}), "output is a segment name"),
         (json.dumps({"segments": [["a", 1]], "output_len": 1, "output": [1]}), "output is ids"),
@@ -295,6 +341,9 @@ def spec_file(tmp_path):
         ({"block_size": 2.0}, "block_size"),
         ({"watermark": 1.5}, "watermark"),
         ({"gpu_blocks": 3}, "gpu_blocks"),
+        ({"num_gpu_blocks": 2**31 + 1}, "num_gpu_blocks: .*2147483648"),
+        ({"num_gpu_blocks": 1}, "num_gpu_blocks: .*2"),
+        ({"host_chunks": 2**53 + 1}, "host_chunks: .*9007199254740992"),
         ({"concurrency": 4}, "concurrency is 4"),
         ({"speculative_tokens": 3}, "speculative_tokens is 3"),
         ({"lazy_offload": True}, "lazy_offload"),
@@ -314,6 +363,7 @@ def test_a_bad_spec_is_refused_with_the_field_and_what_it_takes(spec_file, chang
         ({"host": "lmcache", "host_chunks": 9, "policy": "noop"}, "noop"),
         ({"host": "lmcache", "host_chunks": 9, "chunk_size": 6}, "whole blocks"),
         ({"host": "native", "host_bytes": 9999, "chunk_bytes": 256}, "host_chunks is missing"),
+        ({"host": "lmcache", "host_chunks": 9, "prefix_caching": False}, "without vLLM's prefix"),
         ({"host_bytes": 9999}, "neither chunk_bytes nor model"),
         ({"chunk_bytes": 255}, "no multiple of chunk_size"),
         ({"model": "/no/such/model"}, "neither a path"),

@@ -2,7 +2,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.tiers import GpuPool, HostChunks, NotPredictable, PrefixKeys, align_up, engine_rules
+from sim.tiers import (
+    GpuPool,
+    HostChunks,
+    NotPredictable,
+    PrefixKeys,
+    align_up,
+    engine_note,
+    engine_rules,
+)
 
 
 def _serve(pool: GpuPool, keys: list[int], *, n_blocks: int) -> list[int]:
@@ -40,6 +48,17 @@ def test_an_engine_older_than_any_compared_is_refused_and_a_word_is_no_version()
         engine_rules("0.15.1")
     with pytest.raises(ValueError, match="'newest' is no vLLM version"):
         engine_rules("newest")
+
+
+def test_an_engine_newer_than_any_compared_is_said_to_be_taken_for_the_newest():
+    assert engine_note("0.33.9") is None
+    assert engine_note("0.16.0") is None
+    assert engine_note("0.34.0") == (
+        "vLLM 0.34.0: rules of 0.33 assumed; the newest compared is 0.33"
+    )
+    assert engine_rules("0.34.0") == engine_rules("0.33.0")
+    with pytest.raises(ValueError, match="'newest' is no vLLM version"):
+        engine_note("newest")
 
 
 # --- prefix keys
@@ -117,6 +136,20 @@ def test_a_key_on_two_blocks_is_hit_on_the_first_named_and_survives_its_loss():
     assert pool.longest_hit([10]) == [1]
     pool.take([], 4)  # 3, 4, 5, 1
     assert pool.longest_hit([10]) == [2]
+    pool.take([], 1)  # 2
+    assert pool.longest_hit([10]) == []
+
+
+def test_a_key_loses_a_later_block_and_stays_on_the_first():
+    pool = GpuPool(4)
+    for _ in range(3):
+        _serve(pool, [10], n_blocks=1)
+    pool.free(pool.take(pool.longest_hit([10]), 1))  # block 1 goes behind 2 and 3
+    pool.take([], 1)
+    assert pool.hashed() == {1: 10, 3: 10}
+    assert pool.longest_hit([10]) == [1]
+    pool.take([], 2)
+    assert (pool.hashed(), pool.longest_hit([10])) == ({}, [])
 
 
 def test_a_hit_stops_at_the_first_missing_key():
@@ -139,6 +172,15 @@ def test_a_hit_moves_its_blocks_to_the_end_of_the_queue():
     _serve(pool, [30], n_blocks=1)
     pool.free(pool.take(pool.longest_hit([10]), 1))
     assert pool.free_order() == (2, 3, 1)
+
+
+def test_a_pool_of_any_size_costs_what_is_used_of_it():
+    # A list of 2**40 blocks would not fit any memory.
+    pool = GpuPool(2**40)
+    assert _serve(pool, [10, 11], n_blocks=3) == [1, 2, 3]
+    assert pool.n_free == 2**40 - 1
+    hit = pool.longest_hit([10, 11])
+    assert pool.take(hit, 5) == [1, 2, 3, 4, 5]  # 3 came back without a key, 4 was never used
 
 
 def test_taking_exactly_all_blocks_works_and_one_more_is_refused_unchanged():

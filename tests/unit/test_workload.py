@@ -91,6 +91,12 @@ def test_the_same_spec_gives_the_same_bytes_on_every_machine_and_version():
     )
 
 
+def test_equal_token_ids_of_documents_are_one_object_so_a_token_costs_a_reference():
+    spec = replace(SPEC, document_tokens=4000, vocab=(100_000, 100_050))
+    documents = [r.prompt[1 : r.doc_tokens] for r in build_workload(spec).requests]
+    assert len({id(token) for document in documents for token in document}) == 50
+
+
 def test_another_seed_gives_other_documents():
     other = build_workload(replace(SPEC, seed=8))
     assert {r.prompt[:40] for r in other.measured}.isdisjoint(

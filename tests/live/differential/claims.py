@@ -1,9 +1,12 @@
 """What every comparison's test asserts, and the faults planted in ``sim`` to see it fail."""
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
+
+import pytest
 
 from sim.gpu_pool import GpuPool
 from sim.host_native import NativeChunks
@@ -11,6 +14,20 @@ from tests.live.differential.compare import Tally, caught
 from tests.live.differential.engines import vllm_core, vllm_scheduling
 from tests.live.differential.parts import PARTS, seconds_in_tests
 from tests.live.differential.workloads import Case
+
+
+def needs(*packages: str) -> list[pytest.MarkDecorator]:
+    """Marks of a module of comparisons: live, and skipped where one of ``packages`` is missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return [
+        pytest.mark.live,
+        pytest.mark.skipif(
+            bool(missing),
+            reason=f"no {' and no '.join(missing)} here: `make setup` installs an engine build",
+        ),
+        # The engines' own warnings, raised whenever they import something, are theirs.
+        pytest.mark.filterwarnings("ignore"),
+    ]
 
 
 def assert_part_agrees(name: str, *, with_host: bool) -> Tally:
@@ -63,5 +80,5 @@ class NoNullBlock(GpuPool):
 class PrefixFirstNative(NativeChunks):
     """Evicts a prompt's head before its tail."""
 
-    def _refresh(self, seen: Sequence[int]) -> None:
-        super()._refresh(tuple(reversed(seen)))
+    def touch(self, keys: Sequence[int]) -> None:
+        super().touch(tuple(reversed(keys)))

@@ -79,6 +79,9 @@ def _outcome(
     block_names: dict[int, int],
     chunk_names: dict[int, int],
 ) -> Outcome:
+    free = predictor.gpu.free_order()
+    if not predictor.tiers.prefix_caching:
+        free = tuple(sorted(free))  # as in ``kv_manager.pool_state``
     named = sorted((block, block_names[key]) for block, key in predictor.gpu.hashed().items())
     host = predictor.host.recency() if predictor.host is not None else ()
     names = [chunk_names[key] for key in host]
@@ -89,7 +92,7 @@ def _outcome(
         said.split.gpu_hit,
         said.split.host_loaded,
         said.stored_chunks,
-        predictor.gpu.free_order(),
+        free,
         tuple(named),
         tuple(names),
     )

@@ -1,10 +1,14 @@
 """The installed engines' classes, imported on use: it takes seconds and warns on the way."""
 
 import atexit
+import contextlib
 import json
+import os
 import shutil
 import tempfile
+import time
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +17,21 @@ from typing import Any
 from sim.tiers import TierSpec
 
 
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Import and set up engines in here: their logs, telemetry and warnings are theirs."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # read once, by the first import
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+    os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 @cache
 def vllm_core() -> SimpleNamespace:
     """What vLLM's block pool needs; the same names in every version from 0.23 to 0.33."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         import torch
         import vllm
         from vllm.sampling_params import SamplingParams
@@ -45,8 +59,7 @@ def vllm_core() -> SimpleNamespace:
 def vllm_scheduling() -> SimpleNamespace:
     """What a whole scheduler needs."""
     core = vllm_core()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         from vllm import config
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -61,6 +74,51 @@ def vllm_scheduling() -> SimpleNamespace:
         KVConnectorOutput=KVConnectorOutput,
         StructuredOutputManager=StructuredOutputManager,
     )
+
+
+@cache
+def lmcache_storage() -> SimpleNamespace:
+    """LMCache's store and its eviction, whose clock ``tick_until_settled`` plays."""
+    with quietly():
+        import torch
+        from lmcache.v1.distributed import api, config
+        from lmcache.v1.distributed.error import L1Error
+        from lmcache.v1.distributed.l1_manager import L1Manager
+        from lmcache.v1.distributed.storage_controllers import eviction_controller
+    eviction_controller.EvictionController.start = lambda _self: None
+    eviction_controller.EvictionController.stop = lambda _self: None
+    eviction_controller.time = SimpleNamespace(sleep=lambda _s: None, monotonic=time.monotonic)
+    return SimpleNamespace(
+        torch=torch,
+        api=api,
+        config=config,
+        L1Error=L1Error,
+        L1Manager=L1Manager,
+        L1EvictionController=eviction_controller.L1EvictionController,
+    )
+
+
+class _OnePass:
+    """A stop flag that lets one pass through the eviction loop, which asks before each."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def is_set(self) -> bool:
+        self._asked += 1
+        return self._asked > 1
+
+    def set(self) -> None:
+        """The server's close asks for it."""
+
+
+def tick_until_settled(controller: Any, l1: Any, *, policy: str, watermark: float) -> None:
+    """The body of LMCache's eviction thread, as often as a settled server would have run it."""
+    used, total = l1.get_memory_usage()
+    while policy == "LRU" and used and used / total >= watermark:
+        controller._stop_flag = _OnePass()
+        controller.eviction_loop()
+        used, total = l1.get_memory_usage()
 
 
 def kv_cache_config(tiers: TierSpec) -> Any:
@@ -100,8 +158,7 @@ def _model_folder() -> str:
 
 @cache
 def _model_config() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         return vllm_scheduling().config.ModelConfig(
             model=_model_folder(), skip_tokenizer_init=True, dtype="float32", max_model_len=10**6
         )
@@ -110,8 +167,7 @@ def _model_config() -> Any:
 def vllm_config(tiers: TierSpec, *, kv_transfer: dict[str, Any] | None = None) -> Any:
     """The configuration of an engine with ``tiers`` and, if any, a KV connector."""
     config = vllm_scheduling().config
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         made = config.VllmConfig(
             model_config=_model_config(),
             device_config=config.DeviceConfig(device="cpu"),
@@ -124,7 +180,7 @@ def vllm_config(tiers: TierSpec, *, kv_transfer: dict[str, Any] | None = None) -
                 async_scheduling=tiers.async_scheduling,
             ),
             cache_config=config.CacheConfig(
-                block_size=tiers.block_size, enable_prefix_caching=True
+                block_size=tiers.block_size, enable_prefix_caching=tiers.prefix_caching
             ),
             kv_transfer_config=config.KVTransferConfig(**kv_transfer) if kv_transfer else None,
         )

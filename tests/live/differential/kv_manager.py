@@ -16,6 +16,7 @@ def serve(case: Case) -> Generator[Outcome, None, None]:
         max_model_len=10**6,
         scheduler_block_size=block_size,
         hash_block_size=block_size,
+        enable_caching=case.tiers.prefix_caching,
     )
     hasher = vllm.utils.get_request_block_hasher(block_size, vllm.sha256)
     names: dict[bytes, int] = {}
@@ -39,9 +40,15 @@ def serve(case: Case) -> Generator[Outcome, None, None]:
 def pool_state(
     pool: Any, names: dict[bytes, int]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """(free block ids, the next to be reused first; (block id, name) of every hashed block)."""
+    """(free block ids, the next to be reused first; (block id, name) of every hashed block).
+
+    Without a prefix cache the free blocks come in the order of their ids: which of them is next
+    matters to no token, and versions differ (0.27 appends what 0.24 and 0.31 prepend).
+    """
     get_hash = vllm_core().utils.get_block_hash
     free = tuple(block.block_id for block in pool.free_block_queue.get_all_free_blocks())
+    if not pool.enable_caching:
+        free = tuple(sorted(free))
     hashed = [(b.block_id, names[get_hash(b.block_hash)]) for b in pool.blocks if b.block_hash]
     return free, tuple(sorted(hashed))
 

@@ -8,14 +8,13 @@ import contextlib
 import gc
 import itertools
 import os
-import warnings
 from collections.abc import Generator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from sim.tiers import align_up
-from tests.live.differential.engines import vllm_scheduling
+from tests.live.differential.engines import quietly, vllm_scheduling
 from tests.live.differential.schedulers import Engine
 from tests.live.differential.workloads import BYTES_PER_TOKEN, Case, Outcome, Prefixes, Step
 
@@ -25,11 +24,7 @@ _numbers = itertools.count(1)
 @cache
 def _lmcache() -> SimpleNamespace:
     """LMCache's connector on a machine without a device: one rank, and the mock in its place."""
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
-    os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         import torch
         from lmcache.integration.vllm import utils, vllm_service_factory, vllm_v1_adapter
         from lmcache.v1 import gpu_connector

@@ -6,18 +6,21 @@ the body of its loop runs between two requests, as often as a settled server wou
 """
 
 import contextlib
-import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from tests.live.differential.engines import vllm_scheduling
+from tests.live.differential.engines import (
+    lmcache_storage,
+    quietly,
+    tick_until_settled,
+    vllm_scheduling,
+)
 from tests.live.differential.schedulers import Engine
 from tests.live.differential.workloads import Case, Outcome, Prefixes, Step
 
@@ -33,25 +36,14 @@ _closers = ThreadPoolExecutor(max_workers=4)
 
 @cache
 def _lmcache() -> SimpleNamespace:
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
-    os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import torch
-        from lmcache.v1.distributed import config
-        from lmcache.v1.distributed.storage_controllers import eviction_controller
+    with quietly():
         from lmcache.v1.mp_observability.config import ObservabilityConfig
         from lmcache.v1.multiprocess.config import MPServerConfig
         from lmcache.v1.multiprocess.server import run_cache_server
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    eviction_controller.EvictionController.start = lambda _self: None
-    eviction_controller.EvictionController.stop = lambda _self: None
-    eviction_controller.time = SimpleNamespace(sleep=lambda _s: None, monotonic=time.monotonic)
     return SimpleNamespace(
-        torch=torch,
-        config=config,
+        **vars(lmcache_storage()),
         Observability=ObservabilityConfig,
         ServerConfig=MPServerConfig,
         run_cache_server=run_cache_server,
@@ -100,12 +92,8 @@ class CacheServer:
             assert time.monotonic() < deadline, f"never at rest: {self.cache.report_status()}"
             time.sleep(0.0005)
         resident = int(self.l1.report_status()["total_object_count"])
-        used, total = self.l1.get_memory_usage()
         tiers = self.case.tiers
-        while tiers.policy == "LRU" and used and used / total >= tiers.watermark:
-            self.controller._stop_flag = _OnePass()
-            self.controller.eviction_loop()
-            used, total = self.l1.get_memory_usage()
+        tick_until_settled(self.controller, self.l1, policy=tiers.policy, watermark=tiers.watermark)
         return resident
 
     def _is_at_rest(self) -> bool:
@@ -119,20 +107,6 @@ class CacheServer:
         """End its threads and sockets."""
         self._server.close()
         self.cache.close()
-
-
-class _OnePass:
-    """A stop flag that lets one pass through the eviction loop, which asks before each."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    def is_set(self) -> bool:
-        self._asked += 1
-        return self._asked > 1
-
-    def set(self) -> None:
-        """The server's close asks for it."""
 
 
 class ServerWorker:

@@ -7,13 +7,12 @@ number of steps that a seeded generator picks, as a real one reports it whenever
 import itertools
 import os
 import random
-import warnings
 from collections.abc import Generator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from tests.live.differential.engines import vllm_scheduling
+from tests.live.differential.engines import quietly, vllm_scheduling
 from tests.live.differential.schedulers import Engine
 from tests.live.differential.workloads import BYTES_PER_TOKEN, Case, Outcome, Prefixes, Step
 
@@ -22,8 +21,7 @@ _numbers = itertools.count(1)
 
 @cache
 def _offloading() -> SimpleNamespace:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
             OffloadingWorkerMetadata,
         )

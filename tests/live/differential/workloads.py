@@ -18,6 +18,10 @@ BYTES_PER_TOKEN = 2 * 64 * 4
 """Keys and values of the one layer every driver's engine has: one head of 64 floats."""
 
 
+NO_PREFIX_CACHE = 0.1
+"""Share of the workloads without a host tier that run without vLLM's prefix cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One request; ``stopped`` when its last output id is ``STOP_ID`` before its max_tokens.
@@ -134,7 +138,7 @@ def _tiers(rng: random.Random, host: HostKind) -> TierSpec:
         host=host,
     )
     if host == "none":
-        return tiers
+        return replace(tiers, prefix_caching=rng.random() >= NO_PREFIX_CACHE)
     prompt_chunks = (num_gpu_blocks - 1) * block_size // chunk_tokens
     host_chunks = rng.choice(
         [rng.randint(1, 12), max(1, prompt_chunks), prompt_chunks + 1, 2 * prompt_chunks + 3]
