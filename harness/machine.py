@@ -9,12 +9,14 @@ from typing import Any
 
 import psutil
 
-from servers.gpu_memory import ask_nvidia_smi
+from servers.gpu_devices import survey
+from servers.gpu_facts import MIB, Survey
 
 
 def machine_facts() -> dict[str, Any]:
     """Facts of this machine and of the checkout the code runs from; None where unknown."""
     root = str(Path(__file__).parents[1])
+    found = survey()
     # Run folders do not change what is measured.
     changes = _git("-C", root, "status", "--porcelain", "--", ".", ":!results")
     return {
@@ -27,7 +29,9 @@ def machine_facts() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average_at_start": os.getloadavg()[0],
-        "gpus": gpu_names(),
+        "gpus": gpu_names(found),
+        "gpu_driver": found.driver,
+        "gpu_cuda": found.cuda,
     }
 
 
@@ -62,7 +66,11 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def gpu_names() -> list[str] | None:
-    """Name, driver and memory of the NVIDIA GPUs; None when nvidia-smi does not answer."""
-    answer = ask_nvidia_smi("name", "driver_version", "memory.total") or ""
-    return [line.strip() for line in answer.splitlines() if line.strip()] or None
+def gpu_names(found: Survey) -> list[str] | None:
+    """Name, driver and memory of every NVIDIA GPU, in PCI order; None when none is listed."""
+    return [
+        f"{gpu.name or 'unknown GPU'}, {found.driver or 'unknown driver'}, "
+        + ("unknown" if (total := gpu.state.memory.total_bytes) is None else f"{total // MIB}")
+        + " MiB"
+        for gpu in found.gpus
+    ] or None

@@ -3,84 +3,67 @@
 An engine that starts too early fails or, worse, sizes a smaller KV cache than its arm's.
 """
 
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Final
 
 from servers.errors import LaunchError
+from servers.gpu_devices import Device, state_reader
+from servers.gpu_facts import MIB, GpuState, Reader
 
-MIB: Final = 2**20
 # What the driver keeps or a display repaints between two readings; an engine holds gigabytes.
 _TOLERANCE_BYTES: Final = 256 * MIB
 _POLL_S: Final = 0.25
 
-UsedBytes = Mapping[str, int | None]
-"""Used bytes by GPU UUID; None where the driver does not say (``[N/A]`` on MIG, permissions)."""
+States = Mapping[str, GpuState]
 
 
 @contextmanager
 def returned(
-    read: Callable[[], UsedBytes] | None = None, *, deadline_s: float = 60.0
+    devices: Sequence[Device], *, read: Reader | None = None, deadline_s: float = 60.0
 ) -> Iterator[None]:
-    """Around a server's life: afterwards, wait until every GPU is as free as it was before.
+    """Around a server's life: afterwards, wait until each of its devices is as free as before.
 
-    Unknown readings are neither free nor busy: such a GPU cannot be waited for, and the KV
-    capacity read back from the next server is what catches it. Raises LaunchError at the deadline.
+    Other GPUs are others' business. An unknown reading is neither free nor busy: a device never
+    readable cannot be waited for (the KV capacity read back from the next server is what catches
+    it); one readable before is waited for until it can be read again, or the deadline passes.
+    Raises LaunchError, naming GPU and MiB, when memory is not back at the deadline.
     """
-    read = read or read_used
-    before = read()
-    yield
-    until = time.monotonic() + deadline_s
-    while busy := _busier(before, read()):
-        if time.monotonic() > until:
-            raise LaunchError(
-                f"{deadline_s:g} s after the server ended its GPU memory is not back: "
-                + ", ".join(f"{gpu} holds {used / MIB:.0f} MiB more" for gpu, used in busy.items()),
-                hint="see `nvidia-smi` for the process that holds it; nothing else may use the GPU",
-            )
-        time.sleep(_POLL_S)
-
-
-def _busier(before: UsedBytes, now: UsedBytes) -> dict[str, int]:
-    more = {
-        gpu: used - known
-        for gpu, used in now.items()
-        if used is not None and (known := before.get(gpu)) is not None
-    }
-    return {gpu: extra for gpu, extra in more.items() if extra > _TOLERANCE_BYTES}
-
-
-def read_used() -> dict[str, int | None]:
-    """Used bytes of every GPU nvidia-smi lists; empty when it does not answer within 20 s."""
-    return parse_used(ask_nvidia_smi("uuid", "memory.used", units=False) or "")
-
-
-def ask_nvidia_smi(*fields: str, units: bool = True) -> str | None:
-    """Its answer, one line of comma-separated ``fields`` a GPU; None when it does not answer."""
-    form = "csv,noheader" if units else "csv,noheader,nounits"
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={','.join(fields)}", f"--format={form}"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=20,
-            check=True,
+    if not devices:
+        yield
+        return
+    with nullcontext(read) if read else state_reader(devices) as read_states:
+        before = read_states()
+        yield
+        until = time.monotonic() + deadline_s
+        while (busy := _busy(devices, before, now := read_states())) or _unsure(before, now):
+            if time.monotonic() > until:
+                break
+            time.sleep(_POLL_S)
+    if busy:
+        raise LaunchError(
+            f"{deadline_s:g} s after the server ended its GPU memory is not back: "
+            + ", ".join(f"{label} holds {more / MIB:.0f} MiB more" for label, more in busy.items()),
+            hint="see `nvidia-smi` for the process that holds it; nothing else may use the GPU",
         )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout
 
 
-def parse_used(text: str) -> dict[str, int | None]:
-    """``uuid, MiB`` a line, as nvidia-smi prints it; anything but a plain number is unknown."""
-    used: dict[str, int | None] = {}
-    for line in text.splitlines():
-        uuid, comma, value = line.partition(",")
-        if comma:
-            number = value.strip()
-            is_number = number.isascii() and number.isdigit()
-            used[uuid.strip()] = int(number) * MIB if is_number else None
-    return used
+def _busy(devices: Sequence[Device], before: States, now: States) -> dict[str, int]:
+    """By label, the bytes a device holds beyond what it held before and the tolerance."""
+    more = {
+        device.label: used - known
+        for device in devices
+        if (known := _used(before, device.uuid)) is not None
+        and (used := _used(now, device.uuid)) is not None
+    }
+    return {label: extra for label, extra in more.items() if extra > _TOLERANCE_BYTES}
+
+
+def _unsure(before: States, now: States) -> bool:
+    """Whether a device that could be read before cannot be read now."""
+    return any(_used(before, uuid) is not None and _used(now, uuid) is None for uuid in before)
+
+
+def _used(states: States, uuid: str) -> int | None:
+    return states[uuid].memory.used_bytes if uuid in states else None
