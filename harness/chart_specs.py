@@ -10,23 +10,41 @@ from typing import Any
 
 import altair as alt
 
+from harness.paired import BASE, CONTROL
+
 Rows = Sequence[Mapping[str, Any]]
 
 ORANGE, BLUE, TEAL, GREY = "#d97706", "#3b82f6", "#0d9488", "#8b8f98"
-ARM_STYLE = {
-    "baseline": (ORANGE, "circle"),
-    "lmcache": (BLUE, "square"),
-    "control": (TEAL, "triangle-up"),
-}
-_OTHER_ARM = ("#a855f7", "diamond")
+ArmStyle = tuple[str, str]
+"""Colour and shape of an arm's marks."""
+
+_BASE_STYLE, _TREATMENT_STYLE, _CONTROL_STYLE = (
+    (ORANGE, "circle"),
+    (BLUE, "square"),
+    (TEAL, "triangle-up"),
+)
+# Seven colours and four shapes have no common factor: 28 arms of an import before a mark repeats.
+_OTHER_COLOURS = ("#a855f7", "#db2777", "#65a30d", "#a16207", "#64748b", "#0891b2", "#7c6f64")
+_OTHER_SHAPES = ("diamond", "triangle-down", "triangle-right", "triangle-left")
 SOURCE_STYLE = {"computed": ORANGE, "GPU hit": TEAL, "host-loaded": BLUE}
-PHASES = {"start": GREY, "warmup": "#c084fc", "stop": "#6b7280"}
+PHASES = {"start": GREY, "warmup": "#0891b2", "stop": "#6b7280"}
 # Unlike the arms' and the sources' colours, so that a pass is never taken for an arm.
-PASS_COLOURS = ("#7c3aed", "#db2777", "#65a30d", "#a16207", "#475569")
+PASS_COLOURS = ("#7c3aed", "#db2777", "#65a30d", "#a16207", "#64748b")
+
+
+def arm_styles(arms: Sequence[str], treatment: str | None) -> dict[str, ArmStyle]:
+    """A mark for each arm, no two alike: baseline, treatment, control, the others by position."""
+    known = {BASE: _BASE_STYLE, treatment: _TREATMENT_STYLE, CONTROL: _CONTROL_STYLE}
+    others = [arm for arm in arms if arm not in known]
+    styles = {arm: known[arm] for arm in arms if arm in known}
+    for i, arm in enumerate(others):
+        colour = _OTHER_COLOURS[i % len(_OTHER_COLOURS)]
+        styles[arm] = (colour, _OTHER_SHAPES[i % len(_OTHER_SHAPES)])
+    return styles
 
 
 def ttft_spec(
-    values: Rows, *, arms: Sequence[str], domain: Sequence[float], legend: bool
+    values: Rows, *, arms: Mapping[str, ArmStyle], domain: Sequence[float], legend: bool
 ) -> dict[str, Any]:
     """TTFT by position in the pass; ``values`` have ``n, ttft, arm, failed`` and the tooltip."""
     base = _chart(values).encode(
@@ -40,7 +58,7 @@ def ttft_spec(
             "ttft:Q",
             title="TTFT, ms (log)",
             scale=alt.Scale(type="log", domain=list(domain), nice=False),
-            axis=alt.Axis(format="~s", values=_log_ticks(domain)),
+            axis=alt.Axis(format=",~g", values=log_ticks(domain)),
         ),
         tooltip=[alt.Tooltip(f"{name}:N", title=title) for name, title in _TTFT_TOOLTIP],
     )
@@ -62,9 +80,12 @@ _TTFT_TOOLTIP = (
 
 
 def paired_spec(
-    documents: Sequence[Mapping[str, Any]], domain: Sequence[float], threshold: float | None
+    documents: Rows, *, quotient: str, domain: Sequence[float], threshold: float | None
 ) -> dict[str, Any]:
-    """Ratio and range per document, with lines at 1 and at ``threshold`` where it fits."""
+    """Ratio and range per document, with lines at 1 and at ``threshold`` where it fits.
+
+    ``quotient`` says in words which arm is over which.
+    """
     base = _chart(documents).encode(
         x=alt.X(
             "doc:Q",
@@ -74,18 +95,19 @@ def paired_spec(
         ),
         tooltip=[
             alt.Tooltip("doc:Q", title="document"),
-            alt.Tooltip("ratio:Q", title="baseline ÷ tier", format=".3f"),
+            alt.Tooltip("ratio:Q", title=quotient, format=".3f"),
             alt.Tooltip("low:Q", format=".3f"),
             alt.Tooltip("high:Q", format=".3f"),
             alt.Tooltip("n_blocks:Q", title="blocks"),
         ],
     )
     scale = alt.Scale(type="log", domain=list(domain), nice=False)
-    axis = alt.Axis(values=_log_ticks(domain), format="~g")
-    y = alt.Y("low:Q", title="baseline ÷ tier (log)", scale=scale, axis=axis)
+    axis = alt.Axis(values=log_ticks(domain), format=",~g")
+    title = f"{quotient} (log)"
+    y = alt.Y("low:Q", title=title, scale=scale, axis=axis)
     bars = base.mark_rule(color=BLUE, strokeWidth=2).encode(y=y, y2="high:Q")
     points = base.mark_point(color=BLUE, filled=True, size=50).encode(
-        y=alt.Y("ratio:Q", scale=scale, title="baseline ÷ tier (log)")
+        y=alt.Y("ratio:Q", scale=scale, title=title)
     )
     lines = [_level(1.0, scale, [1, 0])]
     if threshold is not None and domain[0] <= threshold <= domain[1]:
@@ -139,7 +161,9 @@ def _sparse_axis(n: int) -> alt.Axis:
     return alt.Axis(labelAngle=0, grid=False, labelExpr=labels, ticks=False)
 
 
-def cliff_spec(curve: Mapping[str, Any], *, arms: Sequence[str], legend: bool) -> dict[str, Any]:
+def cliff_spec(
+    curve: Mapping[str, Any], *, arms: Mapping[str, ArmStyle], legend: bool
+) -> dict[str, Any]:
     """Predicted shares as lines, measured ones as marks, this plan and the working set as rules."""
     colour, shape = _arm_encoding(arms, legend)
     x = alt.X(
@@ -210,8 +234,8 @@ def timeline_spec(
     return _spec(chart, height=34 * n_sessions + 10)
 
 
-def _arm_encoding(arms: Sequence[str], legend: bool) -> tuple[alt.Color, alt.Shape]:
-    styles = [ARM_STYLE.get(arm, _OTHER_ARM) for arm in arms]
+def _arm_encoding(arms: Mapping[str, ArmStyle], legend: bool) -> tuple[alt.Color, alt.Shape]:
+    styles = arms.values()
     key = alt.Legend(orient="top", title=None) if legend else None
     return (
         alt.Color(
@@ -262,8 +286,15 @@ def _spec(chart: Any, *, height: int) -> dict[str, Any]:
     return spec
 
 
-def _log_ticks(domain: Sequence[float]) -> list[float]:
-    """1, 2, 5, 10, … inside ``domain``."""
-    powers = range(math.floor(math.log10(domain[0])), math.ceil(math.log10(domain[1])) + 1)
+def log_ticks(domain: Sequence[float]) -> list[float]:
+    """1, 2, 5, 10, … inside ``domain``; where those are fewer than three, even steps."""
+    low, high = domain
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
-    return [tick for tick in ticks if domain[0] <= tick <= domain[1]]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    if len(ticks) > 2:
+        return ticks
+    least = (high - low) / 5
+    power_of_ten = 10.0 ** math.floor(math.log10(least))
+    step = next(n * power_of_ten for n in (1, 2, 5, 10) if n * power_of_ten >= least)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -1,25 +1,29 @@
 """The report's charts, from the published files alone: which there are, and what they draw."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.chart_specs import (
-    ARM_STYLE,
     PASS_COLOURS,
     PHASES,
+    ArmStyle,
+    arm_styles,
     cliff_spec,
     paired_spec,
     sources_spec,
     timeline_spec,
     ttft_spec,
 )
+from harness.paired import BASE, CONTROL
 
 # All charts of a kind together: a mark costs 0.4 kB in the file and 1 kB of SVG in the browser, so
 # beyond these they show every k-th request, and say so.
 MOST_MARKS = 4_000
 _MOST_SOURCE_ROWS = 1_500  # up to six bars each
+_LONGEST_NAME = 80  # a file name holds 255 bytes, and the report's own name comes before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +46,30 @@ def figures(
     summary: Mapping[str, Any], reconciliation: Mapping[str, Any], *, legend: bool = False
 ) -> list[Figure]:
     """Every chart the published files have data for; ``legend`` for charts that stand alone."""
-    requests = reconciliation["requests"]
-    return [
-        *_ttft(summary, requests, legend),
+    found = [
+        *_ttft(summary, reconciliation, legend),
         *_paired(summary),
-        *_sources(summary, requests, legend),
+        *_sources(summary, reconciliation, legend),
         *_cliff(summary, legend),
         *_timeline(summary, legend),
     ]
+    met: Counter[str] = Counter()
+    return [_named(figure, met) for figure in found]
 
 
-def arms_of(summary: Mapping[str, Any]) -> list[str]:
-    """Arms that were measured, the known ones first."""
-    found = {arm for content in summary["passes"].values() for arm in content["arms"]}
-    return [arm for arm in ARM_STYLE if arm in found] + sorted(found - set(ARM_STYLE))
+def _named(figure: Figure, met: Counter[str]) -> Figure:
+    """``figure`` under a file name that no earlier one has: foreign names may differ in signs only."""
+    met[figure.name] += 1
+    n = met[figure.name]
+    return figure if n == 1 else replace(figure, name=f"{figure.name}-{n}")
+
+
+def arms_of(summary: Mapping[str, Any]) -> dict[str, ArmStyle]:
+    """Arms that were measured and their marks: those compared first, control, the others."""
+    treatment = summary["compared"][1]
+    found = {arm: None for content in summary["passes"].values() for arm in content["arms"]}
+    first = [arm for arm in (BASE, treatment, CONTROL) if arm in found]
+    return arm_styles([*first, *sorted(found.keys() - set(first))], treatment)
 
 
 def thinned(rows: Sequence[Any], most: int) -> Sequence[Any]:
@@ -73,14 +87,22 @@ def phase_colours(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _slug(*words: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower()).strip("-") or "chart"
+    text = re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower())
+    return text[:_LONGEST_NAME].strip("-") or "chart"
+
+
+def _n_recorded(reconciliation: Mapping[str, Any], field: str, value: str) -> int:
+    """Rows of one session or pass where the file lists only some of them; 0 where it has all."""
+    if reconciliation["every"] == 1:
+        return 0
+    return sum(part["recorded"] for part in reconciliation["by_pass"] if part[field] == value)
 
 
 def _ttft(
-    summary: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], legend: bool
+    summary: Mapping[str, Any], reconciliation: Mapping[str, Any], legend: bool
 ) -> Iterator[Figure]:
     arms = arms_of(summary)
-    measured = [r for r in requests if r["phase"] == "measure"]
+    measured = [r for r in reconciliation["requests"] if r["phase"] == "measure"]
     times = [r["ttft_ms"] for r in measured if r["complete"] and r["ttft_ms"]]
     if not times:
         return
@@ -92,12 +114,13 @@ def _ttft(
         for row in rows:
             first[row["session"]] = min(first.get(row["session"], row["seq"]), row["seq"])
         shown = thinned(rows, max(1, MOST_MARKS // len(summary["passes"])))
+        n_all = _n_recorded(reconciliation, "pass", name) or len(rows)
         values = [_ttft_value(row, first[row["session"]], domain[0]) for row in shown]
         yield Figure(
             _slug("ttft", name), "ttft", name,
             f"TTFT of {len(shown)} requests of {name}, in the order they were sent, by arm; the "
             "same numbers are in the table of requests.",
-            ttft_spec(values, arms=arms, domain=domain, legend=legend), len(shown), len(rows),
+            ttft_spec(values, arms=arms, domain=domain, legend=legend), len(shown), n_all,
         )  # fmt: skip
 
 
@@ -119,10 +142,16 @@ def _tooltip(row: Mapping[str, Any]) -> dict[str, str]:
         "doc": str(row["doc"]),
         "time": "none" if row["ttft_ms"] is None else f"{row['ttft_ms']:,.1f} ms",
         "split": _split(row["measured"]),
-        "predicted": _split(row["predicted"]),
+        "predicted": _predicted(row),
         "bytes": "not measured" if row["loaded_bytes"] is None else f"{row['loaded_bytes']:,}",
         "error": row["error"] or row["unattributed"] or "none",
     }
+
+
+def _predicted(row: Mapping[str, Any]) -> str:
+    if row["why_not_predicted"]:
+        return f"no exact prediction: {row['why_not_predicted']}"
+    return _split(row["predicted"])
 
 
 def _split(tokens: Mapping[str, Any] | None) -> str:
@@ -153,7 +182,10 @@ def _paired(summary: Mapping[str, Any]) -> Iterator[Figure]:
             _slug("paired", name), "paired", name,
             f"Paired TTFT ratio of {len(shown)} documents in {name}: median and range over "
             f"{len(pair['blocks'])} blocks. All documents: {pair['ratio']:.2f}.",
-            paired_spec(shown, domain, threshold), len(shown), len(pair["documents"]),
+            paired_spec(
+                shown, quotient=" ÷ ".join(summary["compared"]), domain=domain, threshold=threshold
+            ),
+            len(shown), len(pair["documents"]),
         )  # fmt: skip
 
 
@@ -161,12 +193,12 @@ _FIELDS = {"computed": "computed", "gpu_hit": "GPU hit", "host_loaded": "host-lo
 
 
 def _sources(
-    summary: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], legend: bool
+    summary: Mapping[str, Any], reconciliation: Mapping[str, Any], legend: bool
 ) -> Iterator[Figure]:
     for session in summary["sessions"]:
         rows = [
             r
-            for r in requests
+            for r in reconciliation["requests"]
             if r["session"] == session["session"]
             and r["measured"] is not None
             and r["measured"]["computed"] is not None
@@ -174,11 +206,18 @@ def _sources(
         if not rows:
             continue
         shown = thinned(rows, max(1, _MOST_SOURCE_ROWS // len(summary["sessions"])))
+        is_predicted = any(row["predicted"] and not row["why_not_predicted"] for row in rows)
+        below = (
+            "predicted below it. Equal shapes mean no residual."
+            if is_predicted
+            else "nothing below it, because there is no exact prediction."
+        )
         yield Figure(
             _slug("sources", session["session"]), "sources", session["session"],
             f"Prompt tokens of {len(shown)} requests of session {session['session']} by source: "
-            "measured above the line, predicted below it. Equal shapes mean no residual.",
-            sources_spec(_bars(shown), n_requests=len(shown), legend=legend), len(shown), len(rows),
+            f"measured above the line, {below}",
+            sources_spec(_bars(shown), n_requests=len(shown), legend=legend), len(shown),
+            _n_recorded(reconciliation, "session", session["session"]) or len(rows),
         )  # fmt: skip
 
 

@@ -18,17 +18,19 @@ from harness.curve_cli import add_to as add_trace_commands
 from harness.deployment import describe, read_deployment
 from harness.doctor import check_machine
 from harness.errors import InputError, KvcliffError, MachineError
-from harness.evidence import publish, summarize_stream
+from harness.evidence import publish
+from harness.experiment import Experiment, resolve
 from harness.export import FORMS
 from harness.export import export as export_rows
-from harness.files import refuse_evidence, write_json
+from harness.files import refuse_evidence, refuse_missing_folder, write_json
 from harness.findings import has_failed
 from harness.importing import import_rows
 from harness.latency_check import check_folder
 from harness.leftovers import deal_with_leftovers, one_at_a_time
-from harness.plan import Experiment, load_plan, preset_names, read_plan, resolve
-from harness.predict_requests import predict_file
+from harness.plan_files import load_plan, preset_names, read_plan
+from harness.predict_requests import is_refused, predict_file
 from harness.preview import preview
+from harness.room import check_room
 from harness.runfolder import PLAN_FILE, RunFolder
 from harness.session import create_run, run_sessions, write_ttft
 from harness.watch import watch as watch_run
@@ -50,6 +52,12 @@ _PLAN_HELP = f"Preset ({', '.join(preset_names())}) or path of a plan.toml."
 PlanName = Annotated[str, typer.Argument(help=_PLAN_HELP)]
 RunPath = Annotated[Path, typer.Argument(help="Run folder, e.g. results/<UTC>-<plan id>.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+DummyWeights = Annotated[
+    bool,
+    typer.Option(
+        "--dummy-weights", help="Weights made up by vLLM: no download, and outputs mean nothing."
+    ),
+]
 
 
 def _say_version(is_asked: bool) -> None:
@@ -94,26 +102,37 @@ def run(
             "--end-leftovers", help="End servers a killed run left behind without asking."
         ),
     ] = False,
+    dummy_weights: DummyWeights = False,
 ) -> None:
     """Measure a plan on fresh servers, then report."""
-    if resume and (plan or results):
+    if resume and (plan or results or dummy_weights):
         raise InputError(
             "--resume goes on with its run's own plan and folder",
-            hint="leave out PLAN and --results",
+            hint="leave out PLAN and --results, and --dummy-weights",
         )
     results = resume.absolute().parent if resume else results or _RESULTS
     deal_with_leftovers(results, end=end_leftovers)
     cache_dir = _cache_dir()
     if resume:
         folder, experiment = _resumed(resume, cache_dir)
+        check_room(experiment)
     else:
-        experiment = resolve(load_plan(plan or "demo"), cache_dir=cache_dir)
+        experiment = _resolved(plan or "demo", cache_dir, dummy_weights=dummy_weights)
+        check_room(experiment)
         folder = create_run(experiment, results)
     _measure(experiment, folder, cache_dir)
     write_ttft(folder)
     failed = _report(folder, as_json=False)
     console.say(f"run folder: {folder.path}")
     raise typer.Exit(1 if failed else 0)
+
+
+def _resolved(name: str, cache_dir: Path, *, dummy_weights: bool) -> Experiment:
+    plan = load_plan(name)
+    if dummy_weights:
+        model = plan.model.model_copy(update={"weights": "dummy"})
+        plan = plan.model_copy(update={"model": model})
+    return resolve(plan, cache_dir=cache_dir)
 
 
 def _measure(experiment: Experiment, folder: RunFolder, cache_dir: Path) -> None:
@@ -150,6 +169,11 @@ def plan(
             help="Answer for a deployment that is only described (DEPLOYMENT.toml) instead."
         ),
     ] = None,
+    probe: Annotated[
+        Path | None,
+        typer.Option(help="Expect times by a file of scripts/pcie_probe.py, not by a prior."),
+    ] = None,
+    dummy_weights: DummyWeights = False,
 ) -> None:
     """Predict a plan's outcome; starts nothing."""
     if deployment:
@@ -159,7 +183,8 @@ def plan(
         else:
             console.show_text(described["paragraph"])
         return
-    content = preview(resolve(load_plan(plan), cache_dir=_cache_dir()))
+    experiment = _resolved(plan, _cache_dir(), dummy_weights=dummy_weights)
+    content = preview(experiment, probe=probe)
     if as_json:
         console.show_json(content)
     else:
@@ -173,9 +198,14 @@ def predict(
         str, typer.Argument(help="REQUESTS.jsonl, one prompt a line; - reads stdin.")
     ],
 ) -> None:
-    """Predict requests, one JSON line each."""
-    for row in predict_file(spec, requests):
+    """Predict requests, one JSON line each; exit code 1 when a line is refused."""
+    n_refused = 0
+    for row in predict_file(spec, requests, say=console.say):
         console.show_line(row)
+        n_refused += is_refused(row)
+    if n_refused:
+        console.say(f"not predicted: {n_refused} of the requests; their lines say why")
+    raise typer.Exit(1 if n_refused else 0)
 
 
 @app.command(name="reconcile")
@@ -194,21 +224,8 @@ def reconcile_command(run: RunPath, as_json: Json = False) -> None:
 
 
 @app.command()
-def summarize(
-    run: RunPath,
-    as_json: Json = False,
-    stream: Annotated[
-        bool,
-        typer.Option(
-            "--stream",
-            help="For runs too long to hold: statistics alone as JSON, no reconciliation.",
-        ),
-    ] = False,
-) -> None:
+def summarize(run: RunPath, as_json: Json = False) -> None:
     """Show the tables of a run."""
-    if stream:
-        console.show_json(summarize_stream(RunFolder(run)))
-        return
     raise typer.Exit(1 if _report(RunFolder(run), as_json=as_json) else 0)
 
 
@@ -228,6 +245,8 @@ def report(
     """Write the report of a run as one HTML file."""
     from harness.report import write_report  # here: charts take a second to import
 
+    if out is not None:
+        refuse_missing_folder(out)
     out = out or run / "report.html"
     if out.suffix != ".html":
         raise InputError(f"--out is {str(out)!r}; the report's name must end in .html")
@@ -299,13 +318,14 @@ def latency(run: RunPath, as_json: Json = False) -> None:
 
 @app.command()
 def doctor(
+    plan: PlanName = "demo",
     as_json: Json = False,
     results: Annotated[
         Path, typer.Option(help="Folder whose runs are searched for left-over servers.")
     ] = _RESULTS,
 ) -> None:
-    """Say whether this machine can run the demo."""
-    checks = check_machine(results)
+    """Say whether this machine can run a plan."""
+    checks = check_machine(results, plan)
     if as_json:
         console.show_json({"schema": 1, "checks": checks})
     else:

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from harness.paired import BASE, TIER
+from harness.experiment import Experiment, arms_of
+from harness.paired import CONTROL, compared
 from harness.plan import Plan
-from sim.geometry import KvGeometry, host_bytes
-from sim.predict import TierSpec, predict
-from sim.workload import Workload, build_workload
+from sim.geometry import KvGeometry
+from sim.predict import NotPredictable, TierSpec, predict
+from sim.workload import Workload, build_workload, request_keys
 
 _STEPS = 40
 _WIDEST = 1.3  # of the working set: the curve is flat beyond the point where everything fits
@@ -21,18 +22,21 @@ def cliff(
 ) -> dict[str, Any]:
     """``cliff`` of ``summary.json``: predicted curve per arm and the measured points on it.
 
-    ``share``: recomputed ÷ prompt tokens of ``pass_name``, one session. ``points`` is empty, and
-    ``why_not`` says why, where the curve would take too long or the chunk size is unknown.
+    ``share``: recomputed ÷ prompt tokens of ``pass_name``, one session. An arm has no points, and
+    ``why_not`` says why, where the curve would take too long, the chunk size is unknown or the arm
+    is not predictable to the token.
     """
-    workload = build_workload(plan.workload.spec())
+    spec = plan.workload.spec()
     capacities = list(_capacities(plan))
-    tokens = sum(len(request.prompt) for request in workload.requests)
+    tokens = spec.longest_prompt_tokens * sum(1 for _ in request_keys(spec))
+    points: list[dict[str, Any]] = []
     why_not = None
     if tokens * len(capacities) * 2 > _MOST_TOKENS:
-        why_not = f"{tokens:,} prompt tokens a session at {len(capacities)} capacities is too much"
-    elif chunk_bytes is None:
-        why_not = "no row tells the size of a host chunk"
-    points = [] if why_not else list(_points(plan, workload, pass_name, capacities, chunk_bytes))
+        why_not = f"{tokens:,} prompt tokens a session at {len(capacities)} capacities are too much"
+    else:
+        workload = build_workload(spec)
+        arms, why_not = _tiers(plan, workload, chunk_bytes)
+        points = list(_points(plan, workload, pass_name, capacities, arms))
     return {
         "pass": pass_name,
         "working_set_tokens": working_set_tokens(plan),
@@ -70,34 +74,36 @@ def _capacities(plan: Plan) -> Iterable[int]:
     return sorted(blocks)
 
 
+def _tiers(
+    plan: Plan, workload: Workload, chunk_bytes: int | None
+) -> tuple[dict[str, TierSpec], str | None]:
+    """What the predictor needs of each arm compared; and why one of them cannot be predicted."""
+    bytes_per_token = chunk_bytes // plan.host.chunk_tokens if chunk_bytes else 1
+    arms = arms_of(plan, model=plan.model.path)
+    experiment = Experiment(plan, "", arms, (), workload, KvGeometry(bytes_per_token))
+    tiers: dict[str, TierSpec] = {}
+    for name in compared(plan.order):
+        if name is None:
+            continue
+        if arms[name].host is not None and chunk_bytes is None:
+            return tiers, f"{name}: no row tells the size of a host chunk"
+        try:
+            tiers[name] = experiment.tiers(arms[name])
+        except NotPredictable as error:
+            return tiers, f"{name}: {error}"
+    return tiers, None
+
+
 def _points(
     plan: Plan,
     workload: Workload,
     pass_name: str,
     capacities: Iterable[int],
-    chunk_bytes: int | None,
+    arms: Mapping[str, TierSpec],
 ) -> Iterable[dict[str, Any]]:
-    base = TierSpec(
-        block_size=plan.server.block_size,
-        num_gpu_blocks=plan.server.num_gpu_blocks,
-        max_num_batched_tokens=plan.server.max_num_batched_tokens,
-    )
-    tier = base
-    if chunk_bytes:
-        geometry = KvGeometry(chunk_bytes // plan.host.chunk_tokens)
-        tier = replace(
-            base,
-            host_chunks=geometry.host_chunks(plan.host.gib, plan.host.chunk_tokens),
-            chunk_tokens=plan.host.chunk_tokens,
-            watermark=plan.host.watermark,
-            evict_ratio=plan.host.evict_ratio,
-            policy=plan.host.policy,
-            host_bytes=host_bytes(plan.host.gib),
-            chunk_bytes=geometry.chunk_bytes(plan.host.chunk_tokens),
-        )
     for blocks in capacities:
-        for arm, spec in ((BASE, base), (TIER, tier)):
-            share = _share(workload, replace(spec, num_gpu_blocks=blocks), pass_name)
+        for arm, tiers in arms.items():
+            share = _share(workload, replace(tiers, num_gpu_blocks=blocks), pass_name)
             yield {"arm": arm, "gpu_tokens": _tokens(plan, blocks), "share": share}
 
 
@@ -116,7 +122,7 @@ def _measured(plan: Plan, summary: Mapping[str, Any], pass_name: str) -> Iterabl
     for arm, cell in (content["arms"] if content else {}).items():
         tokens = cell["tokens"]
         blocks = plan.server.num_gpu_blocks
-        if arm == "control" and plan.control:
+        if arm == CONTROL and plan.control:
             blocks = plan.control.num_gpu_blocks
         if tokens["prompt"]:
             yield {

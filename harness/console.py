@@ -24,10 +24,10 @@ from rich.prompt import Confirm
 from rich.table import Table
 
 from harness.errors import KvcliffError
+from harness.experiment import Experiment, SessionPlan
 from harness.files import dump_json
 from harness.findings import Finding
 from harness.journal import Row
-from harness.plan import Experiment, SessionPlan
 from harness.watch import View
 from servers.processes import LeftOver
 
@@ -129,7 +129,7 @@ def show_run(summary: dict[str, Any], reconciliation: dict[str, Any]) -> None:
     """The result tables of a run, on stdout."""
     for table in (_pass_table(summary), _ratio_table(summary), _source_table(summary)):
         out.print(table)
-    residuals = [r["residual"] for r in reconciliation["requests"] if r["residual"]]
+    residuals = [r["largest"] for r in reconciliation["by_pass"] if r["largest"]]
     tokens = [abs(v) for r in residuals for name, v in r.items() if name != "loaded_bytes"]
     n_bytes = [abs(r["loaded_bytes"]) for r in residuals if "loaded_bytes" in r]
     out.print(
@@ -219,8 +219,11 @@ def _pass_table(summary: dict[str, Any]) -> Table:
 
 
 def _ratio_table(summary: dict[str, Any]) -> Table:
+    base, treatment = summary["compared"]
+    if treatment is None:
+        return _table(f"TTFT ratio: none, because no arm is compared with {base}")
     table = _table(
-        "TTFT baseline ÷ lmcache, paired by document (above 1: the tier is faster)",
+        f"TTFT {base} ÷ {treatment}, paired by document (above 1: {treatment} is faster)",
         *("pass", "ratio", "range over A B pairs", "pairs"),
     )
     for name, cells in summary["passes"].items():
@@ -267,22 +270,81 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 def show_plan(content: dict[str, Any]) -> None:
     """A plan's predicted splits, sizes and commands, on stdout."""
-    out.print(f"plan {content['plan_id']}: {content['requests_per_session']} requests a session, "
-              f"{len(content['sessions'])} sessions: {' '.join(content['sessions'])}",
-              markup=False, soft_wrap=True)  # fmt: skip
+    requests = content["requests"]
+    out.print(f"plan {content['plan_id']}: {requests['measured']} requests measured "
+              f"({requests['sent']} with the warm-up) in {len(content['sessions'])} sessions: "
+              f"{' '.join(content['sessions'])}", markup=False, soft_wrap=True)  # fmt: skip
+    out.print(_model_line(content["model"]), markup=False, soft_wrap=True)
     out.print(_tier_table(content["tiers"]))
-    out.print(_prediction_table(content["predicted"]))
-    if content["cliff"]["why_not"]:
+    out.print(_memory_table(content["memory"]))
+    if content["predicted"]:
+        out.print(_prediction_table(content["predicted"], content["documents"]))
+    for arm, reason in content["not_predicted"].items():
+        say(f"{arm} is not predicted: {reason}")
+    if content["cliff"]["gpu"] is None:
         say(content["cliff"]["why_not"])
     else:
         out.print(_cliff_table(content["cliff"]))
+    if content["expected"]:
+        out.print(_expected_table(content["expected"]["passes"]))
+        _say_expected(content["expected"])
     for arm, commands in content["commands"].items():
         out.print(f"\nservers of {arm}:", markup=False)
-        for command in commands:
-            out.print("  " + shlex.join(command), markup=False, soft_wrap=True)
+        for command, env in zip(commands, content["environments"][arm], strict=True):
+            out.print("  " + _shell_line(command, env), markup=False, soft_wrap=True)
     for warning in content["warnings"]:
         say(f"warning: {warning}")
     out.print(f"\nestimated duration: {content['estimate']}", markup=False, soft_wrap=True)
+
+
+def _model_line(model: dict[str, Any]) -> str:
+    text = (
+        f"model {model['path']}, shape from {model['shape_from']}: {model['bytes_per_token']:,} "
+        f"bytes of KV a token in {model['dtype']}"
+    )
+    if model["weights"] == "dummy":
+        return text + "; dummy weights: times and token sources are real, outputs mean nothing"
+    return text + ("; vLLM will download it" if model["is_download"] else "")
+
+
+def _shell_line(command: Sequence[str], env: Mapping[str, str | None]) -> str:
+    """The command as a shell takes it, with the variables that are unset and set for it."""
+    unset = [word for name, value in env.items() if value is None for word in ("-u", name)]
+    changed = [f"{name}={value}" for name, value in env.items() if value is not None]
+    return shlex.join(["env", *unset, *changed, *command])
+
+
+def _memory_table(memory: dict[str, Any]) -> Table:
+    table = _table(
+        "Memory one session needs, in GiB (GPU and host: estimates)",
+        *("arm", "GPU", "weights", "KV pool", "host", "pinned tier", "/dev/shm"),
+    )
+    fields = ("gpu_bytes", "weights_bytes", "pool_bytes", "host_bytes", "tier_bytes", "shm_bytes")
+    for arm, needs in memory.items():
+        sizes = ("–" if needs[field] is None else f"{needs[field] / 2**30:.2f}" for field in fields)
+        table.add_row(arm, *sizes)
+    return table
+
+
+def _expected_table(passes: dict[str, Any]) -> Table:
+    arms = list(dict.fromkeys(arm for content in passes.values() for arm in content["arms"]))
+    table = _table(
+        "Expected TTFT in ms, median of a pass: an estimate, nothing is measured",
+        *("pass", *arms, "baseline ÷ treatment"),
+    )
+    for name, content in passes.items():
+        times = (content["arms"].get(arm) for arm in arms)
+        ratio = "–" if content["ratio"] is None else f"{content['ratio']:.2f}"
+        table.add_row(name, *("–" if t is None else _ms(t["p50_ms"]) for t in times), ratio)
+    return table
+
+
+def _say_expected(expected: dict[str, Any]) -> None:
+    out.print(f"expected by {expected['from']}", markup=False, soft_wrap=True)
+    if expected["is_beyond_probe"]:
+        say(
+            "warning: some prompts are beyond what the probe measured: their times are extrapolated"
+        )
 
 
 def _tier_table(tiers: dict[str, Any]) -> Table:
@@ -293,23 +355,26 @@ def _tier_table(tiers: dict[str, Any]) -> Table:
     for arm, size in tiers.items():
         host = "–"
         if size["host_gib"] is not None:
-            host = f"{size['host_tokens']:,} tokens, {size['host_gib']:g} GiB"
+            tokens = size["host_tokens"] or 0
+            host = f"{tokens:,} tokens, {size['host_gib']:g} GiB ({size['host_kind']})"
         gpu = f"{size['gpu_tokens']:,} tokens, {size['gpu_bytes'] / 2**20:.0f} MiB"
         table.add_row(arm, f"{size['working_set_tokens']:,} tokens", gpu, host)
     return table
 
 
-def _prediction_table(predicted: dict[str, Any]) -> Table:
+def _prediction_table(predicted: dict[str, Any], documents: dict[str, Any]) -> Table:
     table = _table(
-        "Predicted prompt tokens by source, one session of each arm",
-        *("pass", "arm", "computed", "GPU hit", "host"),
+        "Predicted prompt tokens by source, one session of each arm; documents in the order read",
+        *("pass", "arm", "computed", "GPU hit", "host", "source"),
     )
     for name in next(iter(predicted.values())):
         for arm, passes in predicted.items():
             tokens = passes[name]
+            runs = (f"{r['documents']} {SOURCE_WORDS[r['source']]}" for r in documents[arm][name])
             table.add_row(
                 name, arm,
                 *(f"{tokens[source]:,}" for source in ("computed", "gpu_hit", "host_loaded")),
+                " · ".join(runs),
             )  # fmt: skip
         table.add_section()
     return table
@@ -322,18 +387,27 @@ def _cliff_table(cliff: dict[str, Any]) -> Table:
     )
     gpu, host = cliff["gpu"], cliff["host"]
     for arm, planned in gpu["planned"].items():
-        table.add_row(f"GPU, {arm}", *_cliff_cells(gpu["full_from"], planned, unit="blocks"))
-    table.add_row("host", *_cliff_cells(host["full_from"], host["planned"], unit="chunks"))
+        full_from = gpu["full_from_by_arm"][arm]
+        cells = _cliff_cells(full_from, planned, unit="blocks", of=gpu["reusable_tokens"])
+        table.add_row(f"GPU, {arm}", *cells)
+    if host is not None:
+        cells = _cliff_cells(
+            host["full_from"], host["planned"], unit="chunks", of=host["reusable_tokens"]
+        )
+        table.add_row("host", *cells)
     return table
 
 
 def _cliff_cells(
-    full: dict[str, Any], planned: dict[str, Any], *, unit: str
+    full: dict[str, Any], planned: dict[str, Any], *, unit: str, of: int
 ) -> tuple[str, str, str]:
+    """The last three cells of a row; ``of``: tokens that a tier without end would serve."""
     texts = [
         f"{size[unit]:,} {unit}, {size['tokens']:,} tokens, {size['gib']:.3g} GiB"
         for size in (full, planned)
     ]
+    if not of:
+        return ("no size: nothing to serve", texts[1], "–")
     return (texts[0], texts[1], "yes" if planned["is_full"] else "no")
 
 

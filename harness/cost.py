@@ -1,9 +1,9 @@
-"""What the tier costs, when it pays for itself, and what a run cannot say."""
+"""What the treatment costs, when it pays for itself, and what a run cannot say."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from harness.paired import BASE, MIN_BLOCKS_FOR_INTERVAL, TIER
+from harness.paired import CONTROL, MIN_BLOCKS_FOR_INTERVAL, treatments
 
 
 class PlannedSizes(Protocol):
@@ -13,18 +13,21 @@ class PlannedSizes(Protocol):
     def working_set_tokens(self) -> int: ...
     @property
     def host_tokens(self) -> int | None: ...
+    @property
+    def host_gib(self) -> float | None: ...
 
 
 def cost(summary: Mapping[str, Any], pass_name: str, *, host_gib: float | None) -> dict[str, Any]:
     """Host memory, what storing adds to the first pass, and the replays that pay for one store.
 
-    Times in ms a document, tier − baseline, so above 0 is a price; null where a cell is empty.
+    Times in ms a document, treatment − baseline, so above 0 is a price; null where a cell is
+    empty, and for the host memory of a treatment without a host tier.
     """
     passes = list(summary["passes"])
     cold = summary["passes"][passes[0]] if passes else None
     replay = summary["passes"].get(pass_name)
-    store = _tier_minus_base(cold)
-    replayed = _tier_minus_base(replay) if pass_name != next(iter(passes), None) else None
+    store = _treatment_minus_base(cold)
+    replayed = _treatment_minus_base(replay) if pass_name != next(iter(passes), None) else None
     saving = replayed and {
         "median_ms": 0.0 - replayed["median_ms"],  # not -x, which makes -0.0 of 0
         "low_ms": 0.0 - replayed["high_ms"],
@@ -37,13 +40,15 @@ def cost(summary: Mapping[str, Any], pass_name: str, *, host_gib: float | None) 
         "store_cost": store,
         "replay_saving": saving,
         "break_even_replays": _break_even(store, saving),
-        "settle_after_store_ms": {arm: _settle(cold, arm) for arm in (BASE, TIER)},
-        "stored_tokens": _tokens(cold, "stored"),
-        "loaded_bytes": _tokens(replay, "loaded_bytes"),
+        "settle_after_store_ms": {
+            arm: _settle(cold, arm) for arm in summary["compared"] if arm is not None
+        },
+        "stored_tokens": _tokens(cold, summary["compared"][1], "stored"),
+        "loaded_bytes": _tokens(replay, summary["compared"][1], "loaded_bytes"),
     }
 
 
-def _tier_minus_base(content: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _treatment_minus_base(content: Mapping[str, Any] | None) -> dict[str, Any] | None:
     pairs = content["paired_ratio"] if content else None
     if pairs is None:
         return None
@@ -86,11 +91,12 @@ def _settle(content: Mapping[str, Any] | None, arm: str) -> float | None:
     return settled
 
 
-def _tokens(content: Mapping[str, Any] | None, name: str) -> int | None:
-    if content is None or TIER not in content["arms"]:
+def _tokens(content: Mapping[str, Any] | None, arm: str | None, name: str) -> int | None:
+    if content is None or arm not in content["arms"]:
         return None
-    tokens = content["arms"][TIER]["tokens"]
-    return int(tokens[name]) if tokens["n"] else None
+    tokens = content["arms"][arm]["tokens"]
+    counted: int | None = tokens[name] if tokens["n"] else None
+    return counted
 
 
 def not_established(
@@ -121,12 +127,19 @@ def not_established(
             f"A confidence interval: {evidence['n_blocks']} A B blocks give a range; an interval "
             f"needs {MIN_BLOCKS_FOR_INTERVAL}."
         )
-    if not any("control" in content["arms"] for content in summary["passes"].values()):
-        yield "That the tier does nothing where nothing is due: there is no control session."
+    treatment = summary["compared"][1]
+    if treatment and not any(CONTROL in c["arms"] for c in summary["passes"].values()):
+        yield f"That {treatment} does nothing where nothing is due: there is no control session."
+    others = treatments(session["config"] for session in summary["sessions"])
+    if treatment and len(others) > 1:
+        left_out = ", ".join(arm for arm in others if arm != treatment)
+        yield f"How {left_out} compares with the baseline: only {treatment} is compared."
     yield "Other engines, versions, models, prompt lengths or access orders."
 
 
 def _tier_limits(sizes: PlannedSizes) -> Iterator[str]:
+    if sizes.host_gib is None:
+        return
     if sizes.host_tokens is None:
         yield "How large the host tier is in tokens: no row tells its chunk size."
     elif sizes.host_tokens >= sizes.working_set_tokens:

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.cost import cost, not_established
-from harness.paired import BASE, TIER
+from harness.paired import CONTROL, treatments
 
 Verdict = Literal["supported", "not supported", "not decided"]
 
-CONTROL = "control"
 # With two blocks, the low end must clear the run's own noise squared: whatever the noise between
 # sessions is (normal to t with 1.5 degrees of freedom, 200,000 draws each), two equal arms then
 # come out "supported" in at most 2.4 % of runs; with the noise to the power 1 in 6 %.
@@ -23,9 +22,9 @@ NOISE_POWER = 2
 
 
 class DecisionSection(BaseModel):
-    """``[decision]`` of a plan: what must be measured for the tier to be called worth it.
+    """``[decision]`` of a plan: what must be measured for the treatment to be called worth it.
 
-    Ratios are baseline ÷ tier of TTFT, paired by document; above 1 the tier is faster.
+    Ratios are baseline ÷ treatment of TTFT, paired by document; above 1 the treatment is faster.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
@@ -58,15 +57,17 @@ def unknown_pass(rule: DecisionSection, passes: Sequence[str]) -> str | None:
 class Sizes:
     """What the plan put where, in tokens; ``host_tokens`` None when the chunk size is unknown.
 
-    ``working_set_tokens``: all documents, without their questions.
+    ``working_set_tokens``: all documents, without their questions. ``host_gib`` None: the
+    treatment has no host tier. ``has_control``: the plan measures one.
     """
 
     documents: int
     working_set_tokens: int
     gpu_tokens: int
     host_tokens: int | None
-    host_gib: float
+    host_gib: float | None
     passes: tuple[str, ...]
+    has_control: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ def decide(
     """
     passes = sizes.passes if sizes else tuple(summary["passes"])
     name = rule.pass_name or (passes[1] if len(passes) > 1 else passes[0] if passes else "")
-    evidence = _evidence(rule, summary["passes"].get(name))
+    evidence = _evidence(rule, summary, name)
     reasons = [
         {"code": code, "message": message}
         for code, message in _obstacles(rule, summary, name, evidence, checks, sizes)
@@ -106,8 +107,7 @@ def decide(
         if verdict == "not decided":
             reasons = [{"code": code, "message": because}]
     return {
-        "claim": f"The host tier lowers TTFT in {name or 'a replay'}: baseline ÷ tier is at least "
-        f"{rule.min_ratio:g}",
+        "claim": _claim(rule, summary, name),
         "pass": name,
         "rule": rule.model_dump(by_alias=True),
         "rule_source": "plan.toml, before the run" if is_from_plan else "kvcliff's default rule",
@@ -120,14 +120,27 @@ def decide(
     }
 
 
-def _evidence(rule: DecisionSection, content: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _claim(rule: DecisionSection, summary: Mapping[str, Any], name: str) -> str:
+    base, treatment = summary["compared"]
+    if treatment is None:
+        return f"Nothing is compared with {base}"
+    return (
+        f"{treatment} lowers TTFT in {name or 'a replay'}: {base} ÷ {treatment} is at least "
+        f"{rule.min_ratio:g}"
+    )
+
+
+def _evidence(
+    rule: DecisionSection, summary: Mapping[str, Any], name: str
+) -> dict[str, Any] | None:
     """Ratio, interval, noise and the threshold the low end has to reach; None without a pair."""
+    content = summary["passes"].get(name)
     pairs = content["paired_ratio"] if content else None
     if content is None or pairs is None:
         return None
     spreads = [
         content["arms"][arm]["session_medians"].get("spread_ratio")
-        for arm in (BASE, TIER)
+        for arm in summary["compared"]
         if arm in content["arms"]
     ]
     known = [spread for spread in spreads if spread is not None]
@@ -185,26 +198,43 @@ def _obstacles(
     sizes: Sizes | None,
 ) -> Iterator[tuple[str, str]]:
     """Why nothing may be decided, whatever the ratio is."""
-    content = summary["passes"].get(name)
-    yield from _empty_cells(name, content)
+    yield from _nothing_compared(summary)
+    yield from _empty_cells(summary, name)
     yield from _failed_checks(checks)
-    if sizes is not None:
+    if sizes is not None and sizes.host_gib is not None:
         yield from _impossible(sizes)
     if evidence is not None:
         yield from _thin_evidence(rule, evidence, sizes)
     yield from _control(rule, summary, sizes)
 
 
-def _empty_cells(name: str, content: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _nothing_compared(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    base, treatment = summary["compared"]
+    if treatment is not None:
+        return
+    others = treatments(session["config"] for session in summary["sessions"])
+    if others:
+        yield (
+            "several-treatments",
+            f"{', '.join(others)} were measured next to {base}: which of them is compared is not "
+            "said, and none is called lmcache",
+        )
+    else:
+        yield "missing-arm", f"no arm was measured that could be compared with {base}"
+
+
+def _empty_cells(summary: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
+    content = summary["passes"].get(name)
     if content is None:
         yield "missing-pass", f"no request of the pass {name!r} was measured"
         return
-    for arm in (BASE, TIER):
+    arms = [arm for arm in summary["compared"] if arm is not None]
+    for arm in arms:
         cell = content["arms"].get(arm)
         if cell is None or cell["n"] == 0:
             failed = f": all {cell['failed']} failed" if cell else ""
             yield "missing-arm", f"{arm} has no complete request in {name}{failed}"
-    if content["paired_ratio"] is None:
+    if content["paired_ratio"] is None and len(arms) > 1:
         yield "no-pairs", f"no document is complete in both arms in {name}"
 
 
@@ -269,7 +299,12 @@ def _thin_evidence(
 def _control(
     rule: DecisionSection, summary: Mapping[str, Any], sizes: Sizes | None
 ) -> Iterator[tuple[str, str]]:
-    """The control must load nothing, and compute the first pass as fast as the arms do."""
+    """The control must load nothing, and compute the first pass as fast as the arms do.
+
+    A control that the plan has and that did not come to its end shows neither.
+    """
+    if sizes is not None and sizes.has_control:
+        yield from _failed_control(summary, sizes)
     loaded = sum(
         content["arms"][CONTROL]["tokens"]["host_loaded"]
         for content in summary["passes"].values()
@@ -281,7 +316,7 @@ def _control(
             f"the control loaded {loaded:,} tokens from the host: a tier acted where none is due",
         )
     cold = summary["passes"].get(sizes.passes[0]) if sizes else None
-    drift = _control_drift(cold) if cold else None
+    drift = _control_drift(cold, summary["compared"]) if cold else None
     if drift is not None and not 1 / rule.max_control_drift <= drift <= rule.max_control_drift:
         yield (
             "control-moved",
@@ -290,21 +325,35 @@ def _control(
         )
 
 
-def _control_drift(cold: Mapping[str, Any]) -> float | None:
+def _failed_control(summary: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, str]]:
+    """The first pass in which the control has no complete request."""
+    for name in sizes.passes:
+        cell = summary["passes"].get(name, {}).get("arms", {}).get(CONTROL)
+        if cell is None or cell["n"] == 0:
+            failed = f": all {cell['failed']} failed" if cell and cell["failed"] else ""
+            yield (
+                "missing-control",
+                f"the plan's control has no complete request in {name}{failed}; without it nothing "
+                "shows that the machine was the same and the effect is the treatment's",
+            )
+            return
+
+
+def _control_drift(cold: Mapping[str, Any], compared: Sequence[str | None]) -> float | None:
     """Control ÷ the arms, of the medians of the session medians; None when one has none."""
     arms = cold["arms"]
     control = _session_medians(arms, (CONTROL,))
-    others = _session_medians(arms, (BASE, TIER))
+    others = _session_medians(arms, compared)
     if not control or not others or median(others) <= 0:
         return None
     return median(control) / median(others)
 
 
-def _session_medians(arms: Mapping[str, Any], names: Sequence[str]) -> list[float]:
+def _session_medians(arms: Mapping[str, Any], names: Sequence[str | None]) -> list[float]:
     return [
         cell["p50_ms"]
         for name in names
-        if name in arms
+        if name is not None and name in arms
         for cell in arms[name]["sessions"].values()
         if cell["n"]
     ]

@@ -4,25 +4,29 @@ Both are made again from the run folder alone, on any machine; a report renders 
 nothing.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from harness.account import Account
 from harness.cliff import cliff, working_set_tokens
 from harness.decision import Checks, DecisionSection, Sizes, decide
 from harness.files import write_json
-from harness.findings import Finding, find, reconcile_json
-from harness.plan import Plan, read_plan
-from harness.reconcile import Reconciled, Reconciliation, reconcile
-from harness.runfolder import PLAN_FILE, RunFolder
+from harness.findings import Finding, findings_of, first_pass, reconcile_json
+from harness.journal import Row
+from harness.paired import CONTROL
+from harness.plan import Plan
+from harness.reconcile import Reconciled, Reconciliation, places, reconcile, request_json
+from harness.runfolder import RunFolder
 from harness.stats import source_class, summarize
-from harness.watch import Tail
+from harness.takeaways import takeaways
 from sim.geometry import KvGeometry
-from sim.workload import pass_name
+from sim.workload import WARMUP_PASS, pass_name
 
+# Requests that reconcile.json lists: each takes 1 kB there, and a report draws 4,000 at most.
+MOST_LISTED = 20_000
 # Of the manifest; the rest describes the machine and the installation.
 _NOT_ENVIRONMENT = ("schema", "run", "plan_id", "sealed", "sessions")
 
@@ -45,34 +49,53 @@ def publish(folder: RunFolder, *, write: Callable[[Path, Any], None] = write_jso
 
 
 def gather(folder: RunFolder) -> Evidence:
-    """What ``publish`` writes, without writing it."""
+    """What ``publish`` writes, without writing it.
+
+    The requests are walked once and dropped: a million take about a minute and 250 MB.
+    """
     run = reconcile(folder)
-    findings = find(run)
-    content = reconcile_json(run, findings)
-    block_size = run.plan.server.block_size
-    for entry, request in zip(content["requests"], run.requests, strict=True):
-        entry.update(_request_details(request, block_size))
-    content["by_pass"] = _by_pass(run)
+    account = Account(cold=(WARMUP_PASS, first_pass(run)))
+    listed = _Listed(run.plan)
     summary = summarize(
-        run.rows, run=folder.name, plan_id=run.manifest["plan_id"], block_size=block_size
+        _walked(run, account, listed),
+        run=folder.name,
+        plan_id=run.manifest["plan_id"],
+        block_size=run.plan.server.block_size,
+        arms=run.plan.order,
     )
-    _complete(summary, run, content, findings)
+    findings = findings_of(run, account)
+    content = reconcile_json(run, account, findings, listed.entries)
+    content["every"] = listed.every
+    content["by_pass"] = _by_pass(account)
+    content["not_predicted"] = _not_predicted(account)
+    _complete(summary, run, account, findings)
     return Evidence(summary, content, findings)
 
 
-def summarize_stream(folder: RunFolder) -> dict[str, Any]:
-    """The measured part of ``summary.json`` for runs too long to hold: rows are read and dropped.
+class _Listed:
+    """The requests that ``reconcile.json`` lists: all, or of a long run every k-th of the plan."""
 
-    A million rows take 20 s and 130 MB. No prediction is joined, so there is no decision.
-    """
-    manifest = folder.read_manifest()
-    rows = (row for path in folder.journals() for row in Tail(path).rows())
-    return summarize(
-        rows,
-        run=folder.name,
-        plan_id=manifest["plan_id"],
-        block_size=read_plan(folder.path / PLAN_FILE).server.block_size,
-    )
+    def __init__(self, plan: Plan) -> None:
+        self.every = max(1, -(-places(plan)[1] // MOST_LISTED))
+        self.entries: list[dict[str, Any]] = []
+        self._block_size = plan.server.block_size
+        self._met = 0
+
+    def add(self, request: Reconciled) -> None:
+        """List it if it is its turn."""
+        if self._met % self.every == 0:
+            details = _request_details(request, self._block_size)
+            self.entries.append({**request_json(request), **details})
+        self._met += 1
+
+
+def _walked(run: Reconciliation, account: Account, listed: _Listed) -> Iterator[Row]:
+    """The rows of a run, everything about their requests counted on the way."""
+    for request in run.requests:
+        account.add(request)
+        listed.add(request)
+        if request.row is not None:
+            yield request.row
 
 
 def _request_details(request: Reconciled, block_size: int) -> dict[str, Any]:
@@ -89,38 +112,30 @@ def _request_details(request: Reconciled, block_size: int) -> dict[str, Any]:
     }
 
 
-def _by_pass(run: Reconciliation) -> list[dict[str, Any]]:
-    """Per session and pass: requests, reconciled ones, and the largest residual of each kind.
-
-    ``largest`` holds, by name, the residual farthest from 0 with its sign; null: none comparable.
-    """
-    groups: dict[tuple[str, str], list[Reconciled]] = defaultdict(list)
-    for request in run.requests:
-        groups[request.key[:2]].append(request)
+def _by_pass(account: Account) -> list[dict[str, Any]]:
+    """Per session and pass: requests, reconciled ones, and the largest residual of each kind."""
     return [
-        {
-            "session": session,
-            "pass": pass_,
-            "requests": len(requests),
-            "recorded": sum(r.row is not None for r in requests),
-            "reconciled": sum(r.is_reconciled for r in requests),
-            "largest": _largest([r.residual for r in requests if r.residual is not None]),
-        }
-        for (session, pass_), requests in groups.items()
+        {"session": session, "pass": name, **asdict(counted)}
+        for (session, name), counted in account.passes.items()
     ]
 
 
-def _largest(residuals: list[dict[str, int]]) -> dict[str, int] | None:
-    if not residuals:
-        return None
-    names = dict.fromkeys(name for residual in residuals for name in residual)
-    return {name: max((r.get(name, 0) for r in residuals), key=abs) for name in names}
+def _not_predicted(account: Account) -> list[dict[str, Any]]:
+    """Requests without an exact prediction, by the reason for it."""
+    groups: dict[str, dict[str, Any]] = {}
+    for (session, _), counted in account.passes.items():
+        if why := counted.why_not_predicted:
+            group = groups.setdefault(why, {"why": why, "sessions": [], "requests": 0})
+            group["requests"] += counted.requests
+            if session not in group["sessions"]:
+                group["sessions"].append(session)
+    return list(groups.values())
 
 
 def _complete(
     summary: dict[str, Any],
     run: Reconciliation,
-    reconciliation: Mapping[str, Any],
+    account: Account,
     findings: list[Finding],
 ) -> None:
     """Add decision, cliff, environment, plan and servers to the measured part of the summary."""
@@ -131,14 +146,14 @@ def _complete(
         "dtype": plan.server.dtype,
         "model": plan.model.path,
     }
-    chunk_bytes = next((row.chunk_bytes for row in run.rows if row.chunk_bytes), None)
+    chunk_bytes = account.chunk_bytes
     rule = getattr(plan, "decision", None)
     summary["decision"] = decide(
         rule or DecisionSection(),
         summary,
         checks=Checks(
-            planned=reconciliation["requests_planned"],
-            reconciled=reconciliation["requests_reconciled"],
+            planned=account.planned,
+            reconciled=account.reconciled,
             errors=tuple((f.code, f.message) for f in findings if f.severity == "error"),
         ),
         sizes=sizes(plan, chunk_bytes),
@@ -153,6 +168,7 @@ def _complete(
         server = servers.get(session["session"], {})
         session["server"] = server
         session["spans"] = [*_starting(server), *session["spans"], *_stopping(server, session)]
+    summary["takeaways"] = takeaways(summary)
 
 
 def _starting(server: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -176,7 +192,8 @@ def _stopping(server: Mapping[str, Any], session: Mapping[str, Any]) -> list[dic
 def sizes(plan: Plan, chunk_bytes: int | None) -> Sizes:
     """The plan's tiers and working set in tokens."""
     host, chunks = plan.host, None
-    if chunk_bytes:
+    has_host = plan.arm(plan.treatment).tier is not None
+    if chunk_bytes and has_host:
         geometry = KvGeometry(chunk_bytes // host.chunk_tokens)
         chunks = geometry.host_chunks(host.gib, host.chunk_tokens)
     return Sizes(
@@ -184,6 +201,7 @@ def sizes(plan: Plan, chunk_bytes: int | None) -> Sizes:
         working_set_tokens=working_set_tokens(plan),
         gpu_tokens=(plan.server.num_gpu_blocks - 1) * plan.server.block_size,
         host_tokens=chunks * host.chunk_tokens if chunks is not None else None,
-        host_gib=host.gib,
+        host_gib=host.gib if has_host else None,
+        has_control=CONTROL in plan.order,
         passes=tuple(pass_name(i, order) for i, order in enumerate(plan.workload.passes)),
     )

@@ -13,9 +13,9 @@ from statistics import mean, median, pstdev
 from typing import Any
 
 from harness.errors import InputError
-from harness.files import write_atomically, write_json
+from harness.files import refuse_missing_folder, replacing, write_atomically, write_json
 from harness.journal import Row
-from harness.plan import read_plan
+from harness.plan_files import read_plan
 from harness.runfolder import PLAN_FILE, RunFolder
 
 FORMS = ("csv", "parquet", "vllm-bench", "llmd")
@@ -36,6 +36,8 @@ def export(run: Path, form: str, out: Path) -> list[Path]:
         raise InputError(f"format {form!r} is none of {', '.join(FORMS)}")
     folder = RunFolder(run)
     folder.refuse_imported()
+    if form in ("csv", "parquet"):
+        refuse_missing_folder(out)  # before reading for a minute
     version = str(folder.read_manifest().get("kvcliff"))
     model = read_plan(run / PLAN_FILE).model.path
     writers: dict[str, Callable[[Sequence[Row], Path], list[Path]]] = {
@@ -75,7 +77,8 @@ def _write_parquet(rows: Sequence[Row], out: Path) -> list[Path]:
 
     records = [row.model_dump(by_alias=True) for row in rows]
     table = pyarrow.table({name: [record[name] for record in records] for name in COLUMNS})
-    pyarrow.parquet.write_table(table, out)
+    with replacing(out) as path:
+        pyarrow.parquet.write_table(table, path)
     return [out]
 
 

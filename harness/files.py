@@ -2,7 +2,9 @@
 
 import json
 import os
+import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +13,29 @@ from pydantic import ValidationError
 from harness.errors import InputError
 
 
-def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:
-    """Non-blank lines with their numbers, split on LF only; a torn last line goes to ``notes``."""
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Every line with its number and its line end, split on LF only; one line is held at a time.
+
+    InputError when the file cannot be read.
+    """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    body, _, tail = content.removeprefix(b"\xef\xbb\xbf").rpartition(b"\n")
-    number = 0
-    for number, line in enumerate(body.split(b"\n") if body else [], start=1):
-        if line.strip():
-            yield number, line
-    if tail:
-        notes.append(
-            f"{path}: the last line ({len(tail)} bytes) has no line end: a record cut short "
-            "by a kill or a full disk; it is left out"
-        )
+
+
+def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:
+    """Non-blank lines with their numbers; a torn last line goes to ``notes`` instead."""
+    for number, line in numbered_lines(path):
+        if not line.endswith(b"\n"):
+            notes.append(
+                f"{path}: the last line ({len(line)} bytes) has no line end: a record cut short "
+                "by a kill or a full disk; it is left out"
+            )
+        elif line.strip():
+            yield number, line[:-1]
 
 
 def load_json(text: bytes, *, where: str) -> Any:
@@ -85,23 +94,45 @@ def dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=True, allow_nan=False)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` (UTF-8) in one step; a crash leaves the old file or the new.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace ``path`` by ``content`` (text as UTF-8) in one step; see ``replacing``."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
-    A link is followed. Anything that is no regular file, a device above all, is refused
-    (InputError): the step is a rename, and would put a file in its place.
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file to write, which takes the place of ``path`` in one step when the block ends well.
+
+    A crash leaves the old file or the new. A link is followed. Anything that is no regular file, a
+    device above all, and a folder that is not there are refused (InputError): the step is a
+    rename, and would put a file in its place. Errors name ``path``, never the new file.
     """
-    path = path.resolve()
     refuse_irregular(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    refuse_missing_folder(path)
+    target = path.resolve()
+    # Of a fixed length, so that it fits wherever the name does.
+    temporary = target.with_name(f".kvcliff-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary.replace(target)
+    except OSError as error:
+        if error.filename == str(temporary):
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def refuse_missing_folder(path: Path) -> None:
+    """InputError when there is no folder to write ``path`` into."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise InputError(
+            f"{path} cannot be written: there is no folder {path.parent}", hint="create it first"
+        )
 
 
 def refuse_irregular(path: Path) -> None:

@@ -3,14 +3,15 @@
 An ``error`` is a failed check: the run does not establish what it was made for (exit code 1).
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from harness.journal import Row
-from harness.reconcile import Reconciled, Reconciliation, request_json
-from sim.workload import WARMUP_PASS, pass_name
+from harness.account import Account, Outputs, account_of
+from harness.plan import CONTROL
+from harness.reconcile import Reconciliation
+from servers.gpu_samples import session_changes, used_uuids
+from sim.workload import pass_name
 
 RECONCILE_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 
@@ -27,20 +28,31 @@ class Finding:
 
 
 def find(run: Reconciliation) -> list[Finding]:
-    """Every check over a reconciled run, errors first."""
+    """Every check over a reconciled run, errors first; walks its requests once."""
+    return findings_of(run, account_of(run.requests, first_pass=first_pass(run)))
+
+
+def first_pass(run: Reconciliation) -> str:
+    """Name of the plan's first pass."""
+    return pass_name(0, run.plan.workload.passes[0])
+
+
+def findings_of(run: Reconciliation, account: Account) -> list[Finding]:
+    """Every check over what was counted in a walk, errors first."""
     found = [
-        *_missing(run),
-        *_failed(run),
-        *_unattributed(run),
-        *_residuals(run),
-        *_cold_hits(run),
-        *_treatment(run),
-        *_outputs(run),
-        *_servers(run),
-        *_no_effect_possible(run),
-        *_ledgers(run),
-        *_dropped_stores(run),
-        *_client(run),
+        *_missing(run, account),
+        *_failed(account),
+        *_unattributed(account),
+        *_residuals(account),
+        *_cold_hits(account),
+        *_treatment(run, account),
+        *_outputs(run, account.outputs),
+        *_servers(run, account),
+        *_gpus(run),
+        *_no_effect_possible(run, account),
+        *_ledgers(account),
+        *_dropped_stores(account),
+        *_client(account),
         *_torn(run),
     ]
     return sorted(found, key=lambda finding: finding.severity != "error")
@@ -51,174 +63,164 @@ def has_failed(findings: Iterable[Finding]) -> bool:
     return any(finding.severity == "error" for finding in findings)
 
 
-def reconcile_json(run: Reconciliation, findings: list[Finding]) -> dict[str, Any]:
+def reconcile_json(
+    run: Reconciliation, account: Account, findings: list[Finding], requests: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Content of ``reconcile.json``: what was planned, recorded, reconciled, found."""
     return {
         "schema": RECONCILE_SCHEMA,
         "run": run.run,
-        "requests_planned": sum(r.is_planned for r in run.requests),
-        "requests_recorded": len(run.rows),
-        "requests_reconciled": sum(r.is_reconciled for r in run.requests),
+        "requests_planned": account.planned,
+        "requests_recorded": account.recorded,
+        "requests_reconciled": account.reconciled,
         "findings": [asdict(finding) for finding in findings],
-        "requests": [request_json(request) for request in run.requests],
+        "requests": requests,
     }
 
 
-def _missing(run: Reconciliation) -> Iterator[Finding]:
-    planned = [r for r in run.requests if r.is_planned]
-    missing = [r.key for r in planned if r.row is None]
-    if missing:
+def _missing(run: Reconciliation, account: Account) -> Iterator[Finding]:
+    if missing := account.missing.first:
         yield Finding(
             "missing-requests",
             "error",
-            f"{len(missing)} of {len(planned)} planned requests have no row, first {_name(missing[0])}",
+            f"{account.missing.n} of {account.planned} planned requests have no row, first "
+            f"{_name(missing.key)}",
             "the run was interrupted, or a journal was removed",
             f"kvcliff run --resume {run.folder} measures the sessions that are not complete, whole",
         )
-    unpredicted = [r.key for r in planned if r.predicted is None]
-    if unpredicted:
+    if unpredicted := account.unpredicted.first:
         yield Finding(
             "missing-predictions",
             "error",
-            f"{len(unpredicted)} of {len(planned)} planned requests have no prediction, first "
-            f"{_name(unpredicted[0])}",
+            f"{account.unpredicted.n} of {account.planned} planned requests have no prediction, "
+            f"first {_name(unpredicted.key)}",
             "prediction.jsonl was changed after the run began, or is another run's",
             "restore it: a prediction made after the measurement proves nothing",
         )
-    unplanned = [r.key for r in run.requests if not r.is_planned]
-    if unplanned:
+    if unplanned := account.unplanned.first:
         yield Finding(
             "unplanned-requests",
             "error",
-            f"{len(unplanned)} rows or predictions belong to no planned request, first "
-            f"{_name(unplanned[0])}",
+            f"{account.unplanned.n} rows or predictions belong to no planned request, first "
+            f"{_name(unplanned.key)}",
             "journals, predictions or plan.toml of another run in this folder",
             "keep only the files this run wrote",
         )
 
 
-def _failed(run: Reconciliation) -> Iterator[Finding]:
-    failed = [row for row in run.rows if not row.complete]
-    if failed:
+def _failed(account: Account) -> Iterator[Finding]:
+    if account.failed.n:
+        row = account.failed.row
         yield Finding(
             "failed-requests",
             "error",
-            f"{len(failed)} of {len(run.rows)} requests are incomplete, first "
-            f"{_name(failed[0].key)}: {failed[0].error}",
+            f"{account.failed.n} of {account.recorded} requests are incomplete, first "
+            f"{_name(row.key)}: {row.error}",
             "the server answered with an error, too few tokens or not at all",
             "read the session's server log; failed rows count in no median",
         )
 
 
-def _unattributed(run: Reconciliation) -> Iterator[Finding]:
-    rows = [row for row in run.rows if not row.is_attributed]
-    if rows:
+def _unattributed(account: Account) -> Iterator[Finding]:
+    if account.unattributed.n:
+        row = account.unattributed.row
         yield Finding(
             "unattributed-requests",
             "error",
-            f"{len(rows)} of {len(run.rows)} requests have unknown token sources, first "
-            f"{_name(rows[0].key)}: {rows[0].unattributed}",
+            f"{account.unattributed.n} of {account.recorded} requests have unknown token sources, "
+            f"first {_name(row.key)}: {row.unattributed}",
             "other traffic on the server, a counter that is missing, or a server that never settled",
             "give the servers to this run alone; raise deadlines.settle_s if the machine is slow",
         )
 
 
-def _residuals(run: Reconciliation) -> Iterator[Finding]:
-    off = [
-        (r, residual) for r in run.requests if (residual := r.residual) and any(residual.values())
-    ]
-    if off:
-        request, residual = off[0]
+def _residuals(account: Account) -> Iterator[Finding]:
+    if off := account.residual.first:
+        residual = off.residual or {}
         parts = ", ".join(f"{name} {value:+d}" for name, value in residual.items() if value)
         yield Finding(
             "residual",
             "error",
-            f"{len(off)} of {len(run.requests)} requests differ from their prediction, first "
-            f"{_name(request.key)}: {parts} (measured − predicted)",
+            f"{account.residual.n} of {account.requests} requests differ from their prediction, "
+            f"first {_name(off.key)}: {parts} (measured − predicted)",
             "the engines cached or moved something else than sim/tiers.py models of these versions",
             "compare the versions in manifest.json with the supported ones in the README",
         )
 
 
-def _cold_hits(run: Reconciliation) -> Iterator[Finding]:
-    first_passes = (WARMUP_PASS, pass_name(0, run.plan.workload.passes[0]))
-    hits = [
-        row
-        for row in run.rows
-        if row.pass_name in first_passes and ((row.gpu_hit or 0) + (row.host_loaded or 0))
-    ]
-    if hits:
+def _cold_hits(account: Account) -> Iterator[Finding]:
+    if account.cold_hits.n:
+        row = account.cold_hits.row
         yield Finding(
             "cold-hits",
             "error",
-            f"{len(hits)} first-time prompts hit a cache, first {_name(hits[0].key)}: "
-            f"{hits[0].gpu_hit} GPU + {hits[0].host_loaded} host tokens",
+            f"{account.cold_hits.n} first-time prompts hit a cache, first {_name(row.key)}: "
+            f"{row.gpu_hit} GPU + {row.host_loaded} host tokens",
             "the caches were not empty, or two documents share a first block",
             "start from fresh servers (kvcliff does) and change workload.seed",
         )
 
 
-def _treatment(run: Reconciliation) -> Iterator[Finding]:
+def _treatment(run: Reconciliation, account: Account) -> Iterator[Finding]:
     """The tier was on in the arms the plan gives it to and off in the others, by what it did."""
-    for session, requests in _by_session(run).items():
-        rows = [r.row for r in requests if r.row is not None and r.row.is_attributed]
-        if not rows:
+    for session, seen in account.sessions.items():
+        if not seen.attributed or (has_host := run.has_host(session)) is None:
             continue
-        stored = sum(row.stored_tokens or 0 for row in rows)
-        loaded = sum(row.host_loaded or 0 for row in rows)
-        due = sum(
-            r.predicted.host_loaded
-            for r in requests
-            if r.predicted and r.row is not None and r.row.is_attributed
-        )
-        if run.arm_of(session) == "baseline" and (stored or loaded):
-            yield _baseline_used_host(session, stored, loaded)
-        if run.arm_of(session) != "baseline" and (stored == 0 or (due > 0 and loaded == 0)):
-            yield _tier_off(session, stored, loaded, due)
+        is_off = seen.stored == 0 or (seen.due > 0 and seen.loaded == 0)
+        if not has_host and (seen.stored or seen.loaded):
+            yield _used_host(session, seen.stored, seen.loaded)
+        if has_host and is_off:
+            yield _tier_off(session, seen.stored, seen.loaded, seen.due)
 
 
-def _baseline_used_host(session: str, stored: int, loaded: int) -> Finding:
+def _used_host(session: str, stored: int | None, loaded: int) -> Finding:
     return Finding(
         "baseline-used-host",
         "error",
-        f"{session} stored {stored} and loaded {loaded} tokens in a host tier it must not have",
+        f"{session} stored {stored or 0} and loaded {loaded} tokens in a host tier it must not have",
         "a connector came in through the environment or the plan",
         "look at the session's argv and env_diff in manifest.json",
     )
 
 
-def _tier_off(session: str, stored: int, loaded: int, due: int) -> Finding:
+def _tier_off(session: str, stored: int | None, loaded: int, due: int) -> Finding:
+    known = "an unknown number of" if stored is None else stored
     return Finding(
         "tier-off",
         "error",
-        f"{session} stored {stored} tokens in the host tier and loaded {loaded}; {due} were due",
+        f"{session} stored {known} tokens in the host tier and loaded {loaded}; {due} were due",
         "the host tier was not working: vLLM answers all the same, by recomputing",
         "read the session's vLLM and LMCache logs for 'unhealthy', 'degraded' or 'Failed'",
     )
 
 
-def _outputs(run: Reconciliation) -> Iterator[Finding]:
-    seen: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
-    for row in run.rows:
-        if row.complete and row.output_sha256:
-            seen[(row.pass_name, row.doc)][row.output_sha256] += 1
-    differing = [key for key, outputs in seen.items() if len(outputs) > 1]
-    if differing:
-        name, doc = differing[0]
+def _outputs(run: Reconciliation, outputs: Outputs) -> Iterator[Finding]:
+    if run.plan.model.weights == "dummy":
+        yield Finding(
+            "outputs-meaningless",
+            "warning",
+            f"the weights are dummy, so the outputs of {outputs.prompts} prompts say nothing; "
+            "whether the arms answer alike was not checked",
+            "model.weights is dummy: vLLM makes up small numbers, and every token is as likely",
+            "take times and token sources from this run; check outputs in one with real weights",
+        )
+        return
+    if outputs.first_differing:
+        name, doc = outputs.first_differing
         yield Finding(
             "outputs-differ",
             "error",
-            f"{len(differing)} of {len(seen)} prompts got different greedy outputs in different "
-            f"sessions, first {name} document {doc}",
+            f"{outputs.differing} of {outputs.prompts} prompts got different greedy outputs in "
+            f"different sessions, first {name} document {doc}",
             "cached KV that is not the KV of the prompt, or numerics that depend on the batch",
             "a tier that is fast and wrong is not a result: compare the arms' engine versions and "
             "dtype before using these numbers",
         )
-    if len(seen) > 1 and len({next(iter(outputs)) for outputs in seen.values()}) == 1:
+    if outputs.prompts > 1 and outputs.is_constant:
         yield Finding(
             "outputs-constant",
             "error",
-            f"all {len(seen)} prompts got the same output, so equal outputs prove nothing",
+            f"all {outputs.prompts} prompts got the same output, so equal outputs prove nothing",
             "dummy weights",
             "use seeded or real weights",
         )
@@ -227,19 +229,47 @@ def _outputs(run: Reconciliation) -> Iterator[Finding]:
 _EQUAL_FACTS = ("vllm_version", "lmcache_version", "block_size")
 
 
-def _servers(run: Reconciliation) -> Iterator[Finding]:
+def _servers(run: Reconciliation, account: Account) -> Iterator[Finding]:
     sessions = run.manifest["sessions"]
     facts = {name: _facts_of(session) for name, session in sessions.items()}
-    yield from _servers_unlike_the_plan(run, facts)
+    measured = [name for name, seen in account.sessions.items() if seen.recorded]
+    yield from _servers_unlike_the_plan(run, measured, facts)
     for fact in _EQUAL_FACTS:
         values = {name: f.get(fact) for name, f in facts.items() if f.get(fact) is not None}
         if len(set(values.values())) > 1:
             yield _differs(fact, values)
-    capacity = {
-        name: f.get("num_gpu_blocks") for name, f in facts.items() if run.arm_of(name) != "control"
-    }
-    if len(set(capacity.values())) > 1:
-        yield _differs("num_gpu_blocks", capacity)
+    # Baseline and treatment have one capacity between them, every control session another.
+    for is_control in (False, True):
+        capacity = {
+            name: f.get("num_gpu_blocks")
+            for name, f in facts.items()
+            if (run.arm_of(name) == CONTROL) == is_control
+        }
+        if len(set(capacity.values())) > 1:
+            yield _differs("num_gpu_blocks", capacity)
+    gpus = {name: used_uuids(record) for name, record in _gpu_records(run).items()}
+    if len(set(gpus.values())) > 1:
+        yield _differs("the GPU", {name: "+".join(uuids) for name, uuids in gpus.items()})
+
+
+def _gpus(run: Reconciliation) -> Iterator[Finding]:
+    """What the cards did: sessions are not alike on a hot card, or over a link that changed."""
+    records = _gpu_records(run)
+    texts = [f"{name}: {text}" for name, record in records.items() for text in record["warnings"]]
+    for text in [*texts, *session_changes(records)]:
+        yield Finding(
+            "gpu-throttled",
+            "warning",
+            text,
+            "heat, power supply, or a PCIe link that trained below what card and slot can do",
+            "kvcliff doctor shows the card; cool it, reseat it, and measure again",
+        )
+
+
+def _gpu_records(run: Reconciliation) -> dict[str, dict[str, Any]]:
+    """What was sampled of the GPUs, by session; none on a CPU, nor in runs from before it was."""
+    sessions = run.manifest["sessions"]
+    return {name: s["gpu"] for name, s in sessions.items() if isinstance(s.get("gpu"), dict)}
 
 
 def _facts_of(session: dict[str, Any]) -> dict[str, Any]:
@@ -248,23 +278,27 @@ def _facts_of(session: dict[str, Any]) -> dict[str, Any]:
 
 
 def _servers_unlike_the_plan(
-    run: Reconciliation, facts: dict[str, dict[str, Any]]
+    run: Reconciliation, measured: Iterable[str], facts: dict[str, dict[str, Any]]
 ) -> Iterator[Finding]:
     """What the servers of every measured session said they are, against what the plan asks."""
-    for session in dict.fromkeys(row.session for row in run.rows):
+    for session in measured:
         arm, known = run.arm_of(session), facts.get(session, {})
         server, control = run.plan.server, run.plan.control
-        blocks = control.num_gpu_blocks if arm == "control" and control else server.num_gpu_blocks
+        blocks = control.num_gpu_blocks if arm == CONTROL and control else server.num_gpu_blocks
         asked = {"num_gpu_blocks": blocks, "block_size": server.block_size}
         wrong = [
             f"{name} {known.get(name)}, asked {value}"
             for name, value in asked.items()
             if known.get(name) != value
         ]
-        if not known.get("vllm_version"):
-            wrong.append("vllm_version unknown")
-        if (known.get("connector") is None) != (arm == "baseline"):
-            wrong.append(f"connector {known.get('connector')}")
+        if known.get("vllm_version") != server.engine:
+            wrong.append(
+                f"vllm_version {known.get('vllm_version') or 'unknown'}, predicted for "
+                f"{server.engine}"
+            )
+        connector = run.plan.arm(arm).connector_class if arm is not None else None
+        if known.get("connector") != connector:
+            wrong.append(f"connector {known.get('connector')}, asked {connector}")
         if wrong:
             yield Finding(
                 "servers-unlike-plan",
@@ -286,13 +320,12 @@ def _differs(fact: str, values: dict[str, Any]) -> Finding:
     )
 
 
-def _no_effect_possible(run: Reconciliation) -> Iterator[Finding]:
+def _no_effect_possible(run: Reconciliation, account: Account) -> Iterator[Finding]:
     """Plans that cannot show an effect of the tier, whatever is measured."""
-    for session, requests in _by_session(run).items():
-        predicted = [r.predicted for r in requests if r.predicted]
-        config = run.arm_of(session)
-        loads = sum(p.host_loaded for p in predicted)
-        if config == "lmcache" and predicted and loads == 0:
+    for session, seen in account.sessions.items():
+        config, loads = run.arm_of(session), seen.predicted_loads
+        is_tier = config != CONTROL and bool(run.has_host(session))
+        if is_tier and seen.predicted and seen.is_exact and loads == 0:
             yield Finding(
                 "no-effect-possible",
                 "warning",
@@ -300,7 +333,7 @@ def _no_effect_possible(run: Reconciliation) -> Iterator[Finding]:
                 "the working set fits the GPU tier, or the host tier is too small to keep it",
                 "raise workload.documents, lower server.num_gpu_blocks or raise host.gib",
             )
-        if config == "control" and loads > 0:
+        if config == CONTROL and loads > 0:
             yield Finding(
                 "control-too-small",
                 "warning",
@@ -310,71 +343,53 @@ def _no_effect_possible(run: Reconciliation) -> Iterator[Finding]:
             )
 
 
-def _ledgers(run: Reconciliation) -> Iterator[Finding]:
-    rows = [row for row in run.rows if row.disagreement]
-    if rows:
+def _ledgers(account: Account) -> Iterator[Finding]:
+    if account.disagreeing.n:
+        row = account.disagreeing.row
         yield Finding(
             "ledgers-disagree",
             "error",
-            f"{len(rows)} requests are told differently by the servers' own accounts, first "
-            f"{_name(rows[0].key)}: {rows[0].disagreement}",
+            f"{account.disagreeing.n} requests are told differently by the servers' own accounts, "
+            f"first {_name(row.key)}: {row.disagreement}",
             "a load that failed, or a counter of one of them that means something else",
             "read both server logs around that request; the versions are in manifest.json",
         )
 
 
-def _dropped_stores(run: Reconciliation) -> Iterator[Finding]:
-    for session, requests in _by_session(run).items():
-        rows = [r.row for r in requests if r.row is not None]
-        n_chunks = sum(_moved(row, "host_alloc_failed_chunks") for row in rows)
-        if n_chunks:
+def _dropped_stores(account: Account) -> Iterator[Finding]:
+    for session, seen in account.sessions.items():
+        if seen.dropped_chunks:
             yield Finding(
                 "stores-dropped",
                 "warning",
-                f"{session}: LMCache found no room for {n_chunks} chunks and stored none of their "
-                "prompts",
+                f"{session}: LMCache found no room for {seen.dropped_chunks} chunks and stored none "
+                "of their prompts",
                 "the host tier is full and evicts on a timer, never to make room; it may stay "
                 "frozen on the first documents",
                 "raise host.gib until (1 - watermark) x the tier holds one prompt or more",
             )
 
 
-def _moved(row: Row, counter: str) -> int:
-    before, after = row.counters_before or {}, row.counters_after or {}
-    return after.get(counter, 0) - before.get(counter, 0)
-
-
-def _client(run: Reconciliation) -> Iterator[Finding]:
-    measured = [row for row in run.rows if row.phase == "measure"]
-    reconnected = [row for row in measured if not row.conn_reused]
-    if reconnected:
+def _client(account: Account) -> Iterator[Finding]:
+    if account.reconnected.n:
         yield Finding(
             "reconnected",
             "warning",
-            f"{len(reconnected)} of {len(measured)} measured requests opened a new connection",
+            f"{account.reconnected.n} of {account.measured} measured requests opened a new "
+            "connection",
             "the server closed idle connections between requests",
             "their TTFT includes the connection set-up; the rows are marked conn_reused false",
         )
-    impossible = [row for row in measured if _is_client_faster(row)]
-    if impossible:
-        row = impossible[0]
+    if account.too_fast.n:
+        row = account.too_fast.row
         yield Finding(
             "clocks-disagree",
             "warning",
-            f"{len(impossible)} requests have a client TTFT below the server's own, first "
+            f"{account.too_fast.n} requests have a client TTFT below the server's own, first "
             f"{_name(row.key)}: {row.ttft_ms:.1f} < {row.server_ttft_ms:.1f} ms",
             "the server's clock covers more than the request, or a timer is wrong",
             "do not use server_ttft_ms of this engine version",
         )
-
-
-def _is_client_faster(row: Row) -> bool:
-    # 1 ms: vLLM stamps arrival before it has read the whole body on some versions.
-    return (
-        row.ttft_ms is not None
-        and row.server_ttft_ms is not None
-        and row.ttft_ms + 1.0 < row.server_ttft_ms
-    )
 
 
 def _torn(run: Reconciliation) -> Iterator[Finding]:
@@ -386,13 +401,6 @@ def _torn(run: Reconciliation) -> Iterator[Finding]:
             "the writer was killed, or the disk was full, in the middle of a record",
             "kvcliff run --resume measures that session again",
         )
-
-
-def _by_session(run: Reconciliation) -> dict[str, list[Reconciled]]:
-    sessions: dict[str, list[Reconciled]] = defaultdict(list)
-    for request in run.requests:
-        sessions[request.key[0]].append(request)
-    return dict(sessions)
 
 
 def _name(key: tuple[str, str, int]) -> str:

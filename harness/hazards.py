@@ -9,23 +9,41 @@ from itertools import pairwise
 from math import ceil, floor, log10
 
 from harness.capacity import Edge
-from harness.plan import Experiment
+from harness.experiment import Experiment
+from harness.paired import BASE, CONTROL
 from sim.geometry import GIB
 from sim.predict import Prediction
 from sim.tiers import align_up
 from sim.workload import pass_name
 
-BASE, TIER, CONTROL = "baseline", "lmcache", "control"
-
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A plan, its predictions by arm, and its cliffs; None where they were too much to look for."""
+    """A plan, its predictions by arm, and its cliffs; None where they were not looked for.
+
+    An arm without an exact prediction is not among the predictions.
+    """
 
     experiment: Experiment
     predictions: Mapping[str, Sequence[Prediction]]
     gpu: Edge | None
     host: Edge | None
+    control_gpu: Edge | None = None
+
+    def gpu_of(self, arm: str) -> Edge | None:
+        """The GPU cliff of what ``arm`` is asked; the control may be asked less."""
+        return self.control_gpu if arm == CONTROL and self.control_gpu else self.gpu
+
+    @property
+    def treatment(self) -> str:
+        """The arm compared with the baseline."""
+        return self.experiment.treatment.name
+
+    @property
+    def watermark(self) -> float:
+        """The share of the host tier from which on it evicts; only LMCache's server has one."""
+        host = self.experiment.treatment.host
+        return host.watermark if host is not None and host.kind == "lmcache-mp" else 1.0
 
     @property
     def gpu_blocks(self) -> int:
@@ -34,8 +52,8 @@ class Outlook:
 
     @property
     def host_chunks(self) -> int:
-        """Chunks the host tier can hold."""
-        return self.experiment.tiers(self.experiment.arms[TIER]).host_chunks or 0
+        """Chunks the host tier can hold; 0 without one."""
+        return self.experiment.tiers(self.experiment.treatment).host_chunks or 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -45,7 +63,7 @@ class Outlook:
 
     def measured(self, arm: str, source: str, name: str | None = None) -> int:
         """Prompt tokens of ``source`` in an arm's measured requests, or those of pass ``name``."""
-        requests = self.experiment.workload.requests
+        requests = self.experiment.workload_of(self.experiment.arms[arm]).requests
         return sum(
             getattr(prediction.split, source)
             for request, prediction in zip(requests, self.predictions[arm], strict=True)
@@ -62,6 +80,10 @@ def hazards(outlook: Outlook) -> list[str]:
     nothing_shared = list(_nothing_shared(outlook))
     if nothing_shared:
         return nothing_shared
+    if outlook.treatment not in outlook.predictions:
+        return []
+    if outlook.experiment.treatment.host is None:
+        return list(_nothing_to_lose(outlook))
     found = [
         *_fits_gpu(outlook),
         *_host_too_small(outlook),
@@ -70,12 +92,22 @@ def hazards(outlook: Outlook) -> list[str]:
         *_coarse_chunks(outlook),
         *_control(outlook),
     ]
-    if not found and not outlook.measured(TIER, "host_loaded"):
+    if not found and not outlook.measured(outlook.treatment, "host_loaded"):
         found.append(
-            "the tier arm is predicted to load nothing from the host: the working set fits the GPU "
-            "tier, or the host tier is too small to keep it"
+            f"{outlook.treatment} is predicted to load nothing from the host: the working set fits "
+            "the GPU tier, or the host tier is too small to keep it"
         )
     return found
+
+
+def _nothing_to_lose(outlook: Outlook) -> Iterator[str]:
+    """For a treatment without the prefix cache, which can only differ where the cache hits."""
+    if not outlook.experiment.treatment.prefix_caching and not outlook.measured(BASE, "gpu_hit"):
+        yield (
+            f"{BASE} is predicted to hit nothing in its GPU tier, so {outlook.treatment}, which "
+            "has no prefix cache, computes the same; raise server.num_gpu_blocks or lower "
+            "workload.documents"
+        )
 
 
 def _nothing_shared(outlook: Outlook) -> Iterator[str]:
@@ -91,7 +123,7 @@ def _nothing_shared(outlook: Outlook) -> Iterator[str]:
             f"no prompt has a whole block in common with an earlier one: documents have "
             f"{work.document_tokens} tokens and a block {block}; raise workload.document_tokens"
         )
-    elif work.document_tokens < chunk:
+    elif work.document_tokens < chunk and outlook.experiment.treatment.host is not None:
         yield (
             f"the host tier can never load anything: documents have {work.document_tokens} tokens "
             f"and a chunk {chunk}, so no chunk comes twice; lower host.chunk_tokens to at most "
@@ -101,7 +133,7 @@ def _nothing_shared(outlook: Outlook) -> Iterator[str]:
 
 def _fits_gpu(outlook: Outlook) -> Iterator[str]:
     gpu = outlook.gpu
-    if gpu is None or outlook.measured(TIER, "gpu_hit") < gpu.endless.gpu_hit:
+    if gpu is None or outlook.measured(outlook.treatment, "gpu_hit") < gpu.endless.gpu_hit:
         return
     plan = outlook.experiment.plan
     held = (outlook.gpu_blocks - 1) * plan.server.block_size
@@ -109,8 +141,8 @@ def _fits_gpu(outlook: Outlook) -> Iterator[str]:
     if gpu.smallest > min(gpu.sizes):  # the smallest tried is the smallest that vLLM starts with
         remedy = f"lower server.num_gpu_blocks below {gpu.smallest} or {remedy}"
     yield (
-        "the tier arm is predicted to load nothing from the host: the working set fits the GPU "
-        f"tier, whose {held:,} tokens serve every replay; {remedy}"
+        f"{outlook.treatment} is predicted to load nothing from the host: the working set fits the "
+        f"GPU tier, whose {held:,} tokens serve every replay; {remedy}"
     )
 
 
@@ -129,9 +161,9 @@ def _host_too_small(outlook: Outlook) -> Iterator[str]:
         )
     if host is None:
         return
-    loaded = outlook.measured(TIER, "host_loaded")
+    loaded = outlook.measured(outlook.treatment, "host_loaded")
     if loaded < host.endless.host_loaded:
-        rule = f"evicts from {plan.host.watermark:.0%} on"
+        rule = f"evicts from {outlook.watermark:.0%} on"
         if plan.host.policy == "noop":
             rule = "evicts nothing"
         yield (
@@ -154,9 +186,9 @@ def _one_document_short(outlook: Outlook) -> Iterator[str]:
                 "move server.num_gpu_blocks away from it, or have a pass in the other order"
             )
     if outlook.host is not None:
-        lost = _lost_walks(outlook, TIER, "host_loaded")
+        lost = _lost_walks(outlook, outlook.treatment, "host_loaded")
         missing = outlook.host.smallest - outlook.host_chunks
-        if lost and 0 < missing <= ceil(chunks / plan.host.watermark):
+        if lost and 0 < missing <= ceil(chunks / outlook.watermark):
             yield _short_text("host", f"{missing} chunks", lost) + (
                 f"with {outlook.host.smallest} all are; raise host.gib to "
                 f"{_gib(outlook.host_gib(outlook.host.smallest))}, or have a pass in the other order"
@@ -179,7 +211,9 @@ def _short_text(tier: str, missing: str, walks: Sequence[str]) -> str:
 
 def _may_freeze(outlook: Outlook) -> Iterator[str]:
     """A store is all or nothing and evicts nothing; only the watermark's timer makes room."""
-    plan = outlook.experiment.plan
+    plan, host = outlook.experiment.plan, outlook.experiment.treatment.host
+    if host is None or host.kind != "lmcache-mp":  # the other tiers make room when they store
+        return
     per_prompt = outlook.prompt_tokens // plan.host.chunk_tokens
     capacity, watermark = outlook.host_chunks, plan.host.watermark
     distinct = plan.workload.documents * per_prompt
@@ -221,8 +255,8 @@ def _coarse_chunks(outlook: Outlook) -> Iterator[str]:
 
 
 def _control(outlook: Outlook) -> Iterator[str]:
-    control, gpu = outlook.experiment.plan.control, outlook.gpu
-    if control is None:
+    control, gpu = outlook.experiment.plan.control, outlook.gpu_of(CONTROL)
+    if control is None or CONTROL not in outlook.predictions:
         return
     loaded = outlook.measured(CONTROL, "host_loaded")
     missed = 0

@@ -3,9 +3,9 @@
 What the file does not say stays unknown: no prediction, no residual, hence no verdict.
 """
 
-import hashlib
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,9 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.decision import DecisionSection, decide
 from harness.errors import InputError
-from harness.files import describe_invalid, load_json, read_lines, write_json
+from harness.evidence import MOST_LISTED
+from harness.files import describe_invalid, load_json, numbered_lines, write_json
 from harness.findings import RECONCILE_SCHEMA
+from harness.runfolder import file_digest
 from harness.stats import source_class, summarize
+from harness.takeaways import takeaways
 from sim.workload import WARMUP_PASS
 
 _DEFAULT_BLOCK = 16  # vLLM's default block size on CUDA; only tells full from partial GPU hits
@@ -50,7 +53,7 @@ class ForeignRow(BaseModel):
     settle_ms: Milliseconds | None = None
     complete: bool = True
     error: str | None = None
-    sent_unix_ns: Tokens = 0
+    sent_unix_ns: Annotated[int, Field(ge=0, lt=2**63)] = 0  # nanoseconds are beyond 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,12 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
 
     The folder holds a copy of the file, the manifest, ``summary.json`` and ``reconcile.json``.
     InputError with file, line and field for a row that cannot be used; nothing is written then.
+    The rows are walked once and not kept.
     """
-    content = _read(source)
-    rows, assumed = _rows(source)
-    digest = hashlib.sha256(content).hexdigest()
+    if source.exists() and not source.is_file():
+        raise InputError(f"{source} is no regular file: it is read more than once")
+    walk = _Walk(source, block_size, every=max(1, -(-_n_lines(source) // MOST_LISTED)))
+    digest = file_digest(source)
     plan_id = f"import-{digest[:8]}"
     folder = results / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{plan_id}"
     environment: dict[str, Any] = {
@@ -98,13 +103,15 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
         "gpus": None,
     }
     # Before anything is written: a row these cannot take must leave no half-made folder.
-    reconciliation = _reconciliation(folder.name, rows, assumed, block_size)
-    summary = _summary(folder.name, plan_id, rows, environment, block_size)
+    summary = _summary(folder.name, plan_id, walk.rows(), environment, block_size)
+    if not walk.groups:
+        raise InputError(f"{source} has no row")
+    reconciliation = _reconciliation(folder.name, walk)
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise InputError(f"{folder} exists already", hint="import again in a second") from None
-    (folder / "ttft.jsonl").write_bytes(content)
+    shutil.copyfile(source, folder / "ttft.jsonl")
     write_json(
         folder / "manifest.json",
         {
@@ -124,7 +131,7 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
 def _summary(
     run: str,
     plan_id: str,
-    rows: Sequence[ImportedRow],
+    rows: Iterable[ImportedRow],
     environment: dict[str, Any],
     block_size: int,
 ) -> dict[str, Any]:
@@ -139,53 +146,70 @@ def _summary(
     )
     for session in summary["sessions"]:
         session["server"] = {}
-    return {**summary, "cliff": None, "plan": None, "environment": environment}
+    summary |= {"cliff": None, "plan": None, "environment": environment}
+    return {**summary, "takeaways": takeaways(summary)}
 
 
-def _read(source: Path) -> bytes:
-    try:
-        return source.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {source}: {error.strerror}") from None
+def _n_lines(source: Path) -> int:
+    return sum(1 for _ in numbered_lines(source))
 
 
-def _rows(source: Path) -> tuple[list[ImportedRow], bool]:
-    """Rows in file order, and whether the sessions had to be assumed.
+class _Walk:
+    """One walk over a foreign file, and what it met: counted rows, and every so many-th in full.
 
-    Without a session, the k-th row of the same arm, pass and document belongs to the k-th session
-    of that arm: one server cannot have measured a document of a pass twice.
+    ``is_assumed``: the sessions had to be. Without a session, the k-th row of the same arm, pass and
+    document belongs to the k-th session of that arm: one server cannot have measured a document of a
+    pass twice.
     """
-    notes: list[str] = []
-    rows: list[ImportedRow] = []
-    names = _Names({}, {}, {})
-    seqs: Counter[str] = Counter()
-    seen: Counter[tuple[str, str, int | str]] = Counter()
-    is_assumed = False
-    kept = ForeignRow.model_fields.keys() - {"session", "order", "doc"}
-    for number, line in read_lines(source, notes):
-        where = f"{source}, line {number}"
+
+    def __init__(self, source: Path, block_size: int, *, every: int) -> None:
+        self.every = every
+        self.is_assumed = False
+        self.groups: Counter[tuple[str, str]] = Counter()
+        self.entries: list[dict[str, Any]] = []
+        self._source = source
+        self._block_size = block_size
+        self._names = _Names({}, {}, {})
+        self._seqs: Counter[str] = Counter()
+        self._seen: dict[tuple[str, str], Counter[int | str]] = {}
+
+    def rows(self) -> Iterator[ImportedRow]:
+        """Every row in file order; InputError with file, line and field."""
+        n = 0
+        for number, line in numbered_lines(self._source):
+            if not line.strip():
+                continue
+            row = self._row(line, f"{self._source}, line {number}")
+            if n % self.every == 0:
+                self.entries.append(_request(row, self._block_size))
+            n += 1
+            self.groups[row.session, row.pass_name] += 1
+            yield row
+
+    def _row(self, line: bytes, where: str) -> ImportedRow:
         foreign = _foreign(line, where)
-        key = (foreign.config, foreign.pass_name, foreign.doc)
-        seen[key] += 1
-        is_assumed = is_assumed or foreign.session is None
-        session = foreign.session or f"{foreign.config}-{seen[key]}"
-        first_seen = names.order(session, foreign.config, where)
-        doc = names.document(foreign.doc, where)
-        order = foreign.order or first_seen
-        seqs[session] += 1
-        values = {name: getattr(foreign, name) for name in kept}
+        session = foreign.session
+        if session is None:
+            self.is_assumed = True
+            seen = self._seen.setdefault((foreign.config, foreign.pass_name), Counter())
+            seen[foreign.doc] += 1
+            session = f"{foreign.config}-{seen[foreign.doc]}"
+        first_seen = self._names.order(session, foreign.config, where)
+        self._seqs[session] += 1
+        values = {name: getattr(foreign, name) for name in _KEPT}
         if foreign.ttft_ms is None:  # a failed request: counted, and in no median
             values |= {"complete": False, "error": foreign.error or "no ttft_ms"}
-        rows.append(
-            ImportedRow(
-                **values, doc=doc, session=session, order=order, seq=seqs[session], phase="measure"
-            )
+        return ImportedRow(
+            **values,
+            doc=self._names.document(foreign.doc, where),
+            session=session,
+            order=foreign.order or first_seen,
+            seq=self._seqs[session],
+            phase="measure",
         )
-    if notes:
-        raise InputError(notes[0], hint="end the last line, or take it away")
-    if not rows:
-        raise InputError(f"{source} has no row")
-    return rows, is_assumed
+
+
+_KEPT = ForeignRow.model_fields.keys() - {"session", "order", "doc"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +218,7 @@ class _Names:
 
     sessions: dict[str, int]
     arms: dict[str, str]
-    documents: dict[int | str, int]
+    documents: dict[int | str, int]  # of numbers, the first alone
 
     def order(self, session: str, arm: str, where: str) -> int:
         """The session's place by first appearance; InputError when two arms share its name."""
@@ -212,13 +236,25 @@ class _Names:
             raise InputError(
                 f"{where}: doc is {doc!r}; name all documents by numbers, or all by texts"
             )
-        known = self.documents.setdefault(doc, len(self.documents))
-        return doc if isinstance(doc, int) else known
+        if isinstance(doc, int):
+            if not self.documents:
+                self.documents[doc] = doc
+            return doc
+        return self.documents.setdefault(doc, len(self.documents))
 
 
 def _foreign(line: bytes, where: str) -> ForeignRow:
     try:
-        row = ForeignRow.model_validate(load_json(line, where=where))
+        content = load_json(line, where=where)
+    except InputError as error:
+        if line.endswith(b"\n"):
+            raise
+        raise InputError(
+            f"{error}; the last line has no line end: its writer was cut off",
+            hint="take the torn line away",
+        ) from None
+    try:
+        row = ForeignRow.model_validate(content)
     except ValidationError as error:
         raise InputError(
             f"{where}: {describe_invalid(error)}",
@@ -239,13 +275,10 @@ def _foreign(line: bytes, where: str) -> ForeignRow:
     return row
 
 
-def _reconciliation(
-    run: str, rows: Sequence[ImportedRow], is_assumed: bool, block_size: int
-) -> dict[str, Any]:
+def _reconciliation(run: str, walk: _Walk) -> dict[str, Any]:
     """``reconcile.json`` without a prediction: rows as they are, nothing reconciled."""
-    groups = Counter((row.session, row.pass_name) for row in rows)
     findings = []
-    if is_assumed:
+    if walk.is_assumed:
         findings.append(
             {
                 "code": "sessions-assumed",
@@ -260,16 +293,18 @@ def _reconciliation(
         "schema": RECONCILE_SCHEMA,
         "run": run,
         "requests_planned": 0,
-        "requests_recorded": len(rows),
+        "requests_recorded": walk.groups.total(),
         "requests_reconciled": 0,
+        "not_predicted": [],
+        "every": walk.every,
         "findings": findings,
-        "requests": [_request(row, block_size) for row in rows],
+        "requests": walk.entries,
         "by_pass": [
             {
                 "session": session, "pass": pass_name, "requests": n, "recorded": n,
-                "reconciled": 0, "largest": None,
+                "reconciled": 0, "largest": None, "why_not_predicted": None,
             }
-            for (session, pass_name), n in groups.items()
+            for (session, pass_name), n in walk.groups.items()
         ],
     }  # fmt: skip
 
@@ -280,7 +315,7 @@ def _request(row: ImportedRow, block_size: int) -> dict[str, Any]:
         "measured": {
             "computed": row.computed, "gpu_hit": row.gpu_hit, "host_loaded": row.host_loaded
         },
-        "predicted": None, "residual": None, "reconciled": False,
+        "predicted": None, "why_not_predicted": None, "residual": None, "reconciled": False,
         "config": row.config, "order": row.order, "seq": row.seq, "phase": row.phase,
         "doc_tokens": row.doc_tokens, "prompt_tokens": row.prompt_tokens,
         "ttft_ms": row.ttft_ms, "total_ms": row.total_ms, "settle_ms": row.settle_ms,

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.errors import InputError
 from harness.journal import Row, read_journal
-from harness.paired import BASE
+from harness.paired import BASE, CONTROL
 from harness.runfolder import RunFolder
 from sim.break_even import LoadOrRecompute, break_even_chunks, load_or_recompute
 from sim.latency import (
@@ -30,10 +30,9 @@ from sim.latency import (
 )
 
 SCHEMA = 1  # history: 1 = first published
-CONTROL = "control"
 CALIBRATION_RULE = (
-    "calibration rows: the first pass of every arm; all passes of the control; of the tier arms' "
-    "other passes every second row of each token split, the first included, in run order. "
+    "calibration rows: the first pass of every arm; all passes of the control; of the "
+    "treatment's other passes every second row of each token split, the first included, in run order. "
     "The other complete rows with known sources are held out"
 )
 GB = 1e9
@@ -62,7 +61,16 @@ class Tested:
 def check_folder(path: Path) -> dict[str, Any]:
     """``check_rows`` of a run folder's journals; InputError when nothing in it can calibrate."""
     folder = RunFolder(path)
-    rows = [row for journal in folder.journals() for row in read_journal(journal)]
+    journals = folder.journals()
+    if not journals:
+        what = "holds no journal-*.jsonl" if path.is_dir() else "is no folder"
+        raise InputError(f"{path} {what}", hint="give a run folder: results/<UTC>-<plan id>")
+    rows = [row for journal in journals for row in read_journal(journal)]
+    if not rows:
+        raise InputError(
+            f"{path}: its {len(journals)} journals hold no row",
+            hint="put them back, or measure it: kvcliff run --resume",
+        )
     return {"run": folder.name, **check_rows(rows, where=str(path))}
 
 

@@ -1,13 +1,14 @@
 """The two arms against each other: by document inside each A B block, then over the blocks."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from harness.tally import Cell, Tally
 
-BASE, TIER = "baseline", "lmcache"
+BASE, CONTROL = "baseline", "control"
+_USUAL_TREATMENT = "lmcache"  # of several, as the lab's files call theirs
 # Below six blocks a percentile bootstrap cannot leave out the extremes at 95 %: the smallest of 5
 # values is the whole resample's median too often. Fewer blocks get their range, called a range.
 MIN_BLOCKS_FOR_INTERVAL = 6
@@ -20,20 +21,39 @@ Pair = tuple[int, float, float]  # document, TTFT of the first, TTFT of the seco
 LEAST_MS = 1e-6  # below a nanosecond nothing was measured, and a ratio of it is no number
 
 
-def paired(total: Tally, pass_name: str) -> dict[str, Any] | None:
-    """Baseline against tier: ratio and difference per block and document, median over blocks.
+def compared(arms: Iterable[str]) -> tuple[str, str | None]:
+    """``(baseline, treatment)`` of a run with these arms.
+
+    The treatment is the one arm that is neither baseline nor control. Of several (imports only)
+    it is ``lmcache``; None when there is none of that name, or no such arm at all.
+    """
+    others = treatments(arms)
+    if len(others) == 1:
+        return BASE, others[0]
+    return BASE, _USUAL_TREATMENT if _USUAL_TREATMENT in others else None
+
+
+def treatments(arms: Iterable[str]) -> list[str]:
+    """The arms that are neither baseline nor control, each once, in order."""
+    return [arm for arm in dict.fromkeys(arms) if arm not in (BASE, CONTROL)]
+
+
+def paired(total: Tally, pass_name: str, treatment: str | None) -> dict[str, Any] | None:
+    """Baseline against treatment: ratio and difference per block and document, median over blocks.
 
     A block pairs the k-th session of each arm, so that in A B B A its two sessions are neighbours
     and drift enters the two blocks with opposite sign. None when no pair is complete.
     """
+    if treatment is None:
+        return None
     blocks: list[dict[str, Any]] = []
     documents: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    arms = total.in_order(BASE, pass_name), total.in_order(TIER, pass_name)
-    for base, tier in zip(*arms, strict=False):
-        pairs = _pairs(*(total.sessions[name].cells[pass_name] for name in (base, tier)))
+    arms = total.in_order(BASE, pass_name), total.in_order(treatment, pass_name)
+    for base, treated in zip(*arms, strict=False):
+        pairs = _pairs(*(total.sessions[name].cells[pass_name] for name in (base, treated)))
         if not pairs:
             continue
-        blocks.append({"sessions": [base, tier], "n": len(pairs), **_middle(pairs)})
+        blocks.append({"sessions": [base, treated], "n": len(pairs), **_middle(pairs)})
         for doc, first, second in pairs:
             documents[doc].append((first / second, first - second))
     if not blocks:

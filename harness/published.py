@@ -31,8 +31,8 @@ class Tokens(_Part):
     computed: int
     gpu_hit: int
     host_loaded: int
-    loaded_bytes: int = Field(description="bytes moved host → GPU")
-    stored: int = Field(description="tokens newly stored in the host tier")
+    loaded_bytes: int | None = Field(description="bytes moved host → GPU; null: no row knows")
+    stored: int | None = Field(description="tokens newly stored in the host tier; null: as above")
 
 
 class Spread(_Part):
@@ -66,12 +66,12 @@ class Interval(_Part):
 
 
 class Block(_Part):
-    """A baseline session and the tier session it is paired with."""
+    """A baseline session and the treatment session it is paired with."""
 
     sessions: tuple[str, str] = Field(strict=False)
     n: int = Field(description="documents complete in both")
-    ratio: float = Field(description="median over the documents of baseline ÷ tier")
-    difference_ms: float = Field(description="median over the documents of baseline − tier")
+    ratio: float = Field(description="median over the documents of baseline ÷ treatment")
+    difference_ms: float = Field(description="median over the documents of baseline − treatment")
 
 
 class DocumentRatio(_Part):
@@ -86,7 +86,7 @@ class DocumentRatio(_Part):
 
 
 class Paired(_Part):
-    """Baseline against tier, paired by document inside each block."""
+    """Baseline against treatment, paired by document inside each block."""
 
     ratio: float = Field(description="median of the blocks' ratios")
     low: float
@@ -212,12 +212,12 @@ class Replays(_Part):
 
 
 class Cost(_Part):
-    """What the tier costs and when it pays."""
+    """What the treatment costs and when it pays."""
 
-    host_gib: float | None
+    host_gib: float | None = Field(description="null: the treatment has no host tier, or no plan")
     first_pass: str | None
-    store_cost: Price | None = Field(description="tier − baseline in the first pass")
-    replay_saving: Price | None = Field(description="baseline − tier in the pass decided on")
+    store_cost: Price | None = Field(description="treatment − baseline in the first pass")
+    replay_saving: Price | None = Field(description="baseline − treatment in the pass decided on")
     break_even_replays: Replays
     settle_after_store_ms: dict[str, float | None]
     stored_tokens: int | None
@@ -265,6 +265,10 @@ class Summary(_Part):
     schema_version: Literal[1] = Field(alias="schema", description="version of this file")
     run: str = Field(description="name of the run folder")
     plan_id: str = Field(description="name and content hash of the plan")
+    compared: tuple[str, str | None] = Field(
+        strict=False,
+        description="baseline and treatment; the treatment is null where none is compared",
+    )
     median_method: str = Field(description="how medians are taken, in words")
     percentile_method: str = Field(description="how percentiles are taken, in words")
     ratio_direction: str = Field(description="which arm is on top")
@@ -280,6 +284,7 @@ class Summary(_Part):
     cliff: Cliff | None = Field(description="predicted curve; null for imported rows")
     plan: dict[str, Any] | None = Field(description="the resolved plan; null for imported rows")
     environment: dict[str, Any] = Field(description="machine, versions, build, model")
+    takeaways: dict[str, str] = Field(description="a sentence for each kind of chart")
 
 
 class Split(_Part):
@@ -309,6 +314,7 @@ class RequestEntry(_Part):
     complete: bool | None
     measured: Split | None
     predicted: Split | None
+    why_not_predicted: str | None = Field(description="why predicted holds no number")
     residual: dict[str, int] | None = Field(description="measured − predicted")
     reconciled: bool
     config: str | None
@@ -337,6 +343,15 @@ class PassResidual(_Part):
     recorded: int
     reconciled: int
     largest: dict[str, int] | None
+    why_not_predicted: str | None
+
+
+class NotPredicted(_Part):
+    """An arm without an exact prediction: reconciled means that the sources sum to the prompt."""
+
+    why: str
+    sessions: list[str]
+    requests: int = Field(description="warm-up included")
 
 
 class ReconcileFile(_Part):
@@ -346,7 +361,13 @@ class ReconcileFile(_Part):
     run: str = Field(description="name of the run folder")
     requests_planned: int = Field(description="warm-up included")
     requests_recorded: int = Field(description="rows in the journals")
-    requests_reconciled: int = Field(description="complete, attributed, every residual 0")
+    requests_reconciled: int = Field(
+        description="complete, sources sum to the prompt, every residual 0"
+    )
+    not_predicted: list[NotPredicted] = Field(
+        description="sessions without an exact prediction, and why"
+    )
     findings: list[PublishedFinding] = Field(description="failed checks first")
-    requests: list[RequestEntry] = Field(description="in plan order, unplanned ones last")
+    every: int = Field(description="requests lists every such request; 1: all of them")
+    requests: list[RequestEntry] = Field(description="in plan order, unplanned ones where found")
     by_pass: list[PassResidual] = Field(description="largest residuals per session and pass")

@@ -12,6 +12,7 @@ from harness.errors import MachineError
 from harness.journal import SCHEMA, JournalWriter, Row
 from harness.settle import Scraper, Settled
 from harness.stream import complete_prompt
+from servers.arms import TierKind
 from sim.workload import Request, Workload
 
 
@@ -19,13 +20,15 @@ from sim.workload import Request, Workload
 class SessionContext:
     """What every row of a session repeats, and the deadlines of its waits in seconds.
 
-    ``chunk_tokens`` and ``chunk_bytes`` are None in an arm without a host tier.
+    ``kind``, ``chunk_tokens`` and ``chunk_bytes`` are None in an arm without a host tier.
     """
 
     run: str
     session: str
     order: int
     config: str
+    kind: TierKind | None
+    connector: str | None
     model_name: str
     chunk_tokens: int | None
     chunk_bytes: int | None
@@ -154,6 +157,7 @@ def _row(request: Request, context: SessionContext, *, seq: int, outcome: _Outco
     result, settled = outcome.result, outcome.settled
     return Row(
         config=context.config,
+        connector=context.connector,
         pass_name=request.pass_name,
         doc=request.doc,
         doc_tokens=request.doc_tokens,

@@ -16,7 +16,7 @@ import vl_convert
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from harness.chart_specs import ARM_STYLE, SOURCE_STYLE
+from harness.chart_specs import SOURCE_STYLE
 from harness.charts import (
     Figure,
     arms_of,
@@ -26,11 +26,16 @@ from harness.charts import (
 )
 from harness.errors import InputError
 from harness.files import load_json, write_atomically
+from sim.geometry import GIB
 
 VEGA_LITE = "6.4"
 _MOST_REQUESTS = 2_000  # rows of the table of requests; the files have them all
 _MOST_BYTES = 6_000_000
 _NOTHING = "–"
+_GLYPHS = {
+    "circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "triangle-down": "▼",
+    "triangle-right": "▶\ufe0e", "triangle-left": "◀\ufe0e",  # \ufe0e: as text, never an emoji
+}  # fmt: skip
 
 SOURCE_WORDS = {
     "recomputed": "recomputed",
@@ -58,9 +63,10 @@ def read_published(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise InputError(f"{path}: schema is not 1", hint=f"kvcliff summarize {run}")
         contents.append(content)
     summary, reconciliation = contents
-    if "decision" not in summary or "by_pass" not in reconciliation:
+    if "takeaways" not in summary or "not_predicted" not in reconciliation:
         raise InputError(
-            f"{run}: the files are from before reports existed", hint=f"kvcliff summarize {run}"
+            f"{run}: its summary.json or reconcile.json is an older kvcliff's",
+            hint=f"kvcliff summarize {run}; of an imported run: kvcliff import {run}/ttft.jsonl",
         )
     return summary, reconciliation
 
@@ -103,7 +109,7 @@ def _write_charts(
             written.append(path)
         if png:
             path = path.with_suffix(".png")
-            path.write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=2))
+            write_atomically(path, vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=2))
             written.append(path)
     return written
 
@@ -117,12 +123,14 @@ def render_html(summary: Mapping[str, Any], reconciliation: Mapping[str, Any]) -
         s=summary,
         r=reconciliation,
         n=_number({"s": summary, "r": reconciliation}),
+        span=_span({"s": summary, "r": reconciliation}),
         figures=_by_kind(found),
         requests=shown,
-        arms=[(arm, *_style(arm)) for arm in arms_of(summary)],
+        arms=[(arm, colour, _GLYPHS[s]) for arm, (colour, s) in arms_of(summary).items()],
         sources=SOURCE_STYLE.items(),
         phases=list(phase_colours(summary)),
         source_words=SOURCE_WORDS,
+        fact=_fact,
         css=Markup(_asset("report.css")),  # ours, not data
         script=Markup(_asset("report.js")),
         vega=Markup(_vega()),
@@ -183,11 +191,6 @@ def _by_kind(found: Iterable[Figure]) -> dict[str, list[tuple[int, Figure]]]:
     return kinds
 
 
-def _style(arm: str) -> tuple[str, str]:
-    colour, shape = ARM_STYLE.get(arm, ("#a855f7", "diamond"))
-    return colour, {"circle": "●", "square": "■", "triangle-up": "▲"}.get(shape, "◆")
-
-
 def _number(files: Mapping[str, Any]) -> Callable[..., Markup]:
     """``n("s", "passes", …, kind="ms")``: what the pointer names, shown and in full precision.
 
@@ -197,8 +200,7 @@ def _number(files: Mapping[str, Any]) -> Callable[..., Markup]:
         "ms": _ms,
         "ratio": _ratio,
         "count": _count,
-        "share": _share,
-        "raw": str,
+        "gib": _gib,
     }
 
     def number(*parts: Any, kind: str) -> Markup:
@@ -214,6 +216,23 @@ def _number(files: Mapping[str, Any]) -> Callable[..., Markup]:
         )
 
     return number
+
+
+def _span(files: Mapping[str, Any]) -> Callable[..., Markup]:
+    """``span("s", …, low="low", high="high", kind="ms")``: both ends; one where they look the same.
+
+    One dash where there is none.
+    """
+    number = _number(files)
+
+    def span(*parts: Any, low: str, high: str, kind: str, word: str = "–") -> Markup:
+        ends = [number(*parts, end, kind=kind) for end in (low, high)]
+        is_one = any("data-path" not in end for end in ends)
+        if is_one or ends[0].striptags() == ends[1].striptags():
+            return ends[0]
+        return Markup(word).join(ends)
+
+    return span
 
 
 def _step(value: Any, step: Any) -> Any:
@@ -234,15 +253,34 @@ def _ms(value: float | None) -> str:
 
 
 def _ratio(value: float | None) -> str:
-    return _NOTHING if value is None else f"{value:,.2f}"
+    """Two decimals; below 0.1 two significant digits, so that little is never shown as nothing."""
+    if value is None:
+        return _NOTHING
+    if abs(value) < 0.095:
+        return f"{value:.2g}"
+    return f"{value:,.2f}"
+
+
+def _gib(value: float) -> str:
+    """Three significant digits, or whole GiB where that is more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _fact(name: str, value: Any) -> str:
+    """A value of the environment for a person: GiB, three digits, yes or no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{_gib(value / GIB)} GiB"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return _NOTHING if value is None else str(value)
 
 
 def _count(value: float | None) -> str:
     return _NOTHING if value is None else f"{value:,}".replace("-", "−")
-
-
-def _share(value: float | None) -> str:
-    return _NOTHING if value is None else f"{value:.1%}"
 
 
 def _markdown_text(text: object) -> str:

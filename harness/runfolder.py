@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import InputError
 from harness.files import describe_invalid, load_json, write_json
-from harness.journal import Row, read_journal
+from harness.journal import Row, walk_journal
 
 PLAN_FILE = "plan.toml"
 PREDICTION_FILE = "prediction.jsonl"
@@ -59,17 +59,19 @@ class RunFolder:
         """Which processes the run started and ended."""
         return self.path / LEDGER_FILE
 
-    def rows(self, notes: list[str] | None = None) -> list[Row]:
-        """Every row of every journal, in session order; torn last lines are said in ``notes``.
+    def rows(self, notes: list[str] | None = None) -> Iterator[Row]:
+        """Every row of every journal, in session order, one at a time.
 
-        Raises InputError for a row of another run or another session than its file's.
+        Torn last lines are said in ``notes``. Raises InputError for a row of another run or another
+        session than its file's.
         """
         run = self.read_manifest()["run"]
-        return [row for path in self.journals() for row in _rows_of(path, run, notes)]
+        for path in self.journals():
+            yield from _rows_of(path, run, notes)
 
     def session_rows(self, session: str, notes: list[str] | None = None) -> list[Row]:
         """The rows of one session's journal, as ``rows``."""
-        return _rows_of(self.journal(session), self.read_manifest()["run"], notes)
+        return list(_rows_of(self.journal(session), self.read_manifest()["run"], notes))
 
     def is_being_measured(self) -> bool:
         """Whether another process holds the run's lock."""
@@ -139,19 +141,19 @@ class RunFolder:
 def file_digest(path: Path) -> str:
     """SHA-256 of a file's bytes in hex; InputError when it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _rows_of(path: Path, run: str, notes: list[str] | None) -> list[Row]:
-    rows = read_journal(path, notes)
+def _rows_of(path: Path, run: str, notes: list[str] | None) -> Iterator[Row]:
     session = path.stem.removeprefix("journal-")
-    for row in rows:
+    for row in walk_journal(path, notes if notes is not None else []):
         if (row.run, row.session) != (run, session):
             raise InputError(
                 f"{path}: row {row.seq} belongs to session {row.session!r} of run {row.run!r}, "
                 f"this is the journal of {session!r} of {run!r}",
                 hint="keep only the journals this run wrote",
             )
-    return rows
+        yield row

@@ -1,5 +1,6 @@
 """Run the sessions of an experiment: fresh servers for each, a journal each, and the run folder."""
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -9,17 +10,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness.errors import InputError
+from harness.experiment import Experiment, SessionPlan
 from harness.files import write_atomically, write_lines
-from harness.journal import JournalWriter, PredictedRow, Row
+from harness.journal import PREDICTED_NUMBERS, JournalWriter, PredictedRow, Row
 from harness.machine import machine_facts
-from harness.plan import Experiment, SessionPlan
 from harness.replay import SessionContext, replay
 from harness.runfolder import PLAN_FILE, PREDICTION_FILE, RunFolder, file_digest
 from harness.settle import Scraper
 from harness.stream import open_client
 from servers.command import Command
+from servers.gpu_devices import devices_of
+from servers.gpu_samples import sampled
 from servers.launch import Running, launch
 from servers.probe import ServerFacts, probe
+from sim.predict import NotPredictable
+from sim.workload import Workload
 
 
 class Progress(Protocol):
@@ -69,6 +74,20 @@ def create_run(experiment: Experiment, results: Path) -> RunFolder:
 
 def predicted_rows(experiment: Experiment) -> list[PredictedRow]:
     """What every request of the run should show, warm-up included, in order."""
+    return [row for session in experiment.sessions for row in _predicted(experiment, session)]
+
+
+def _predicted(experiment: Experiment, session: SessionPlan) -> list[PredictedRow]:
+    requests = experiment.workload_of(session.arm).requests
+    try:
+        predictions = experiment.predictions(session.arm)
+    except NotPredictable as error:
+        unknown = dict.fromkeys(PREDICTED_NUMBERS)
+        return [
+            PredictedRow(session=session.name, pass_name=request.pass_name, doc=request.doc,
+                         why_not=str(error), **unknown)
+            for request in requests
+        ]  # fmt: skip
     chunk_tokens = experiment.plan.host.chunk_tokens
     return [
         PredictedRow(
@@ -81,10 +100,7 @@ def predicted_rows(experiment: Experiment) -> list[PredictedRow]:
             stored_tokens=prediction.stored_chunks * chunk_tokens,
             transferred_bytes=prediction.loaded_chunks * experiment.chunk_bytes,
         )
-        for session in experiment.sessions
-        for request, prediction in zip(
-            experiment.workload.requests, experiment.predictions(session.arm), strict=True
-        )
+        for request, prediction in zip(requests, predictions, strict=True)
     ]
 
 
@@ -113,7 +129,9 @@ def _is_complete(folder: RunFolder, session: SessionPlan, experiment: Experiment
     if not folder.journal(session.name).exists():
         return False
     keys = [row.key for row in folder.session_rows(session.name, notes)]
-    planned = [(session.name, *request.key) for request in experiment.workload.requests]
+    planned = [
+        (session.name, *request.key) for request in experiment.workload_of(session.arm).requests
+    ]
     return keys == planned and not notes
 
 
@@ -137,30 +155,37 @@ def _measure(
     cache_dir: Path,
     progress: Progress,
 ) -> None:
-    plan = experiment.plan
-    progress.session_starts(session, requests=len(experiment.workload.requests))
+    plan, workload = experiment.plan, experiment.workload_of(session.arm)
+    progress.session_starts(session, requests=len(workload.requests))
     started = _now()
-    with launch(
-        session.arm,
-        log_stem=folder.path / f"server-{session.name}",
-        ledger=folder.ledger,
-        cache_dir=cache_dir,
-        deadline_s=plan.deadlines.start_s,
-        session=session.name,
-    ) as running:
+    with (
+        sampled(devices_of(session.arm, os.environ)) as gpu,
+        launch(
+            session.arm,
+            log_stem=folder.path / f"server-{session.name}",
+            ledger=folder.ledger,
+            cache_dir=cache_dir,
+            deadline_s=plan.deadlines.start_s,
+            session=session.name,
+        ) as running,
+    ):
         facts = probe(running, session.arm)
+        gpu.mark("ready")
         places = {str(folder.path.resolve()): "$RUN", str(cache_dir.resolve()): "$CACHE"}
         noted = _session_facts(running, facts, places=places)
         folder.note_session(session.name, {"started": started, **noted})
         progress.session_ready(session, start_s=running.start_s)
-        context = _context(experiment, session, run=folder.name, model_name=running.model_name)
+        context = _context(
+            experiment, session, run=folder.name, running=running, connector=facts.connector
+        )
         with JournalWriter(folder.journal(session.name)) as journal:
-            _replay(experiment, running, context=context, journal=journal, on_row=progress.row)
-    folder.note_session(session.name, {"ended": _now()})
+            _replay(workload, running, context=context, journal=journal, on_row=progress.row)
+        gpu.mark("end")
+    folder.note_session(session.name, {"ended": _now(), "gpu": gpu.record()})
 
 
 def _replay(
-    experiment: Experiment,
+    workload: Workload,
     running: Running,
     *,
     context: SessionContext,
@@ -172,12 +197,13 @@ def _replay(
         Scraper(
             running.base_url,
             lmcache_url=running.lmcache_url,
+            kind=context.kind,
             model_name=running.model_name,
             launch_id=running.model_name,
         ) as scraper,
     ):
         replay(
-            experiment.workload,
+            workload,
             context,
             client=client,
             scraper=scraper,
@@ -192,7 +218,12 @@ def _now() -> str:
 
 
 def _context(
-    experiment: Experiment, session: SessionPlan, *, run: str, model_name: str
+    experiment: Experiment,
+    session: SessionPlan,
+    *,
+    run: str,
+    running: Running,
+    connector: str | None,
 ) -> SessionContext:
     plan = experiment.plan
     host = session.arm.host
@@ -201,7 +232,9 @@ def _context(
         session=session.name,
         order=session.order,
         config=session.arm.name,
-        model_name=model_name,
+        kind=host.kind if host else None,
+        connector=connector,
+        model_name=running.model_name,
         chunk_tokens=host.chunk_tokens if host else None,
         chunk_bytes=experiment.chunk_bytes if host else None,
         request_s=plan.deadlines.request_s,

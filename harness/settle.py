@@ -1,32 +1,51 @@
 """Waiting until one request has left no work behind in the servers, and reading their counters.
 
 Settle on counters, never on a sleep: only a quiescent server makes the next request predictable,
-and only final counters belong to the request before. Conditions as in vLLM 0.32.0 and LMCache 0.5.6.
+and only final counters belong to the request before. vLLM's conditions are here, as in 0.32.0; those of
+the host tiers in ``harness.settle_tiers``.
 """
 
 import ssl
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import httpx
 
-from harness.counters import (
+from harness.bounded_http import BoundedHeadTransport
+from harness.counter_pages import (
     HOST_SERIES,
     OLD_SAMPLES,
+    RESIDENT_IN_PROCESS,
+    TIER_SERIES_OF_VLLM,
     VLLM_SERIES,
     CounterError,
     MissingSeries,
     Samples,
     ScrapeError,
-    Snapshot,
     UnreachableError,
     counts,
     parse,
     require_split,
 )
+from harness.counters import Snapshot
+from harness.settle_tiers import (
+    IN_PROCESS_GAUGES,
+    OFFLOAD_GAUGES,
+    RESIDENT_CHUNKS,
+    HopelessError,
+    NotYetError,
+    OffloadRest,
+    ServerState,
+    check_in_process,
+    check_server,
+    of_worker,
+    offload_gauges,
+    server_state,
+    wait_if,
+)
+from servers.arms import TierKind
 
 POLL_S = 0.015
 """Pause between two looks while settling. A look that finds all settled takes 7 ms (vLLM alone) or
@@ -65,92 +84,52 @@ class Settled:
     unsettled: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _HostState:
-    """LMCache's /status: live, not behind its event bus. Counts are chunks; ratios in [0, 1]."""
-
-    resident: int
-    used_bytes: int
-    busy: Mapping[str, int]
-    usage_ratio: float
-    watermark: float | None
-    sessions: int
-
-    def reason(self) -> str | None:
-        for name, count in self.busy.items():
-            if count:
-                return f"LMCache's {name} is {count}"
-        if self.watermark is not None and self.usage_ratio >= self.watermark:
-            return (
-                f"LMCache is {self.usage_ratio:.3f} full, at or above its watermark "
-                f"{self.watermark}: eviction is due"
-            )
-        return None
-
-
-def _host_state(status: Any) -> _HostState:
-    """Read /status of 0.5.6 (one entry per L1 manager) or older (a single ``l1_manager``)."""
-    try:
-        storage = status["storage_manager"]
-        l1 = _default_or(storage, "l1_managers", "l1_manager")
-        eviction = _default_or(storage, "l1_eviction_controllers", "l1_eviction_controller")
-        busy = {n: int(l1[n]) for n in ("read_locked_count", "write_locked_count")}
-        busy["staging_object_count"] = int(l1.get("staging_object_count", 0))
-        busy["active_prefetch_jobs"] = int(status["active_prefetch_jobs"])
-        return _HostState(
-            resident=int(l1["total_object_count"]),
-            used_bytes=int(l1["memory_used_bytes"]),
-            busy=busy,
-            usage_ratio=float(l1["memory_usage_ratio"]),
-            # noop never evicts: full is then a lasting state, not a pending one.
-            watermark=None
-            if eviction["eviction_policy"] == "noop"
-            else float(eviction["trigger_watermark"]),
-            sessions=int(status["active_sessions"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise MissingSeries(f"LMCache's /status has no usable {error}") from error
-
-
-def _default_or(storage: Any, plural: str, singular: str) -> Any:
-    if plural in storage:
-        return storage[plural]["_default"]
-    return storage[singular]
-
-
 @dataclass(slots=True)
 class _Progress:
     """What one settle has seen so far."""
 
     blocks_freed: bool = False
     sessions_until: float | None = None
-
-
-class _HopelessError(Exception):
-    """A condition that no further waiting can mend."""
-
-
-class _NotYetError(Exception):
-    """A settle condition that does not hold yet."""
+    offload: OffloadRest = field(default_factory=OffloadRest)
 
 
 class Scraper:
-    """Reads one launch's counters over HTTP. Never follows proxies or redirects."""
+    """Reads one launch's counters over HTTP. Never follows proxies or redirects.
+
+    ``kind`` is the host tier's, None without one; with an ``lmcache_url`` alone it is LMCache's
+    server. ``lmcache_url`` is that server's HTTP side or, for LMCache inside vLLM, the internal API
+    of its first worker; ValueError where ``kind`` needs one and has none.
+    """
 
     def __init__(
-        self, base_url: str, *, lmcache_url: str | None, model_name: str, launch_id: str
+        self,
+        base_url: str,
+        *,
+        lmcache_url: str | None,
+        model_name: str,
+        launch_id: str,
+        kind: TierKind | None = None,
     ) -> None:
+        self._kind = kind or ("lmcache-mp" if lmcache_url else None)
+        if (lmcache_url is None) != (self._kind not in ("lmcache-mp", "lmcache")):
+            raise ValueError(f"a host tier {self._kind!r} with lmcache_url {lmcache_url!r}")
+        self._vllm_series = VLLM_SERIES + (
+            TIER_SERIES_OF_VLLM.get(self._kind, ()) if self._kind else ()
+        )
         self._vllm_url = base_url.rstrip("/") + "/metrics"
         self._host_url = None if lmcache_url is None else lmcache_url.rstrip("/")
         self._model_name = model_name
         self._launch_id = launch_id
         self._client = httpx.Client(
             trust_env=False,
-            # Loopback http only: an empty trust store refuses TLS and saves loading the system's.
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
             headers={"Accept": "text/plain; version=0.0.4", "Accept-Encoding": "identity"},
-            # uvicorn closes idle connections after 5 s; drop ours first, or a GET races the close.
-            limits=httpx.Limits(keepalive_expiry=2.0),
+            transport=BoundedHeadTransport(
+                # Loopback http only: an empty trust store refuses TLS and is loaded at once.
+                verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+                trust_env=False,
+                # uvicorn closes idle connections after 5 s; drop ours first, or a GET races that.
+                limits=httpx.Limits(keepalive_expiry=2.0),
+            ),
         )
 
     def __enter__(self) -> Self:
@@ -193,10 +172,10 @@ class Scraper:
                 after = self._look(before, progress, timeout_s=max(remaining, LAST_GET_TIMEOUT_S))
                 reason = None
                 break
-            except (UnreachableError, _HopelessError) as error:
+            except (UnreachableError, HopelessError) as error:
                 reason = str(error)
                 break
-            except (CounterError, _NotYetError) as error:
+            except (CounterError, NotYetError) as error:
                 reason = str(error)
             if time.monotonic() + POLL_S >= end:
                 break
@@ -209,8 +188,8 @@ class Scraper:
     def _read(self, timeout_s: float) -> Snapshot:
         vllm = self._vllm_samples(timeout_s)
         if self._host_url is None:
-            return self._snapshot(vllm, None, None)
-        state = self._host_status(timeout_s)
+            return self._snapshot(vllm)
+        state = self._host_status(timeout_s) if self._kind == "lmcache-mp" else None
         return self._snapshot(vllm, self._host_samples(timeout_s), state)
 
     def _read_if_possible(self) -> Snapshot | None:
@@ -220,80 +199,108 @@ class Scraper:
             return None
 
     def _look(self, before: Snapshot | None, progress: _Progress, *, timeout_s: float) -> Snapshot:
-        """The settled reading, or _NotYetError with the first condition that does not hold."""
+        """The settled reading, or NotYetError with the first condition that does not hold."""
         vllm = self._vllm_samples(timeout_s)
         self._check_vllm(vllm, before, progress)
-        if self._host_url is None:
-            return self._same_launch(before, self._snapshot(vllm, None, None))
-        # The order proves that the counters are final without a pause: state first, then an empty
-        # event bus, then the counters. Every event of a session is queued before the session ends,
-        # and one thread handles them in order, so an empty bus after that means all were counted.
+        match self._kind:
+            case "lmcache-mp":
+                return self._look_at_server(vllm, before, progress, timeout_s=timeout_s)
+            case "lmcache":
+                host = self._host_samples(timeout_s)
+                where = f"{self._host_url}/metrics"
+                check_in_process(host, model_name=self._model_name, where=where)
+                return self._same_launch(before, self._snapshot(vllm, host))
+            case "native" | "simple":
+                self._check_offload(vllm, progress)
+        return self._same_launch(before, self._snapshot(vllm))
+
+    def _look_at_server(
+        self, vllm: Samples, before: Snapshot | None, progress: _Progress, *, timeout_s: float
+    ) -> Snapshot:
+        """The order proves that the counters are final without a pause.
+
+        State first, then an empty event bus, then the counters. Every event of a session is queued
+        before the session ends, and one thread handles them in order, so an empty bus after that
+        means all were counted.
+        """
         state = self._host_status(timeout_s)
-        _wait_if(state.reason())
+        wait_if(state.reason())
         self._wait_for_sessions(state, progress)
         depth = self._gauge(self._host_samples(timeout_s), _BUS_DEPTH, ours=False)
-        _wait_if(f"LMCache's event bus still holds {depth:.0f} events" if depth else None)
+        wait_if(f"LMCache's event bus still holds {depth:.0f} events" if depth else None)
         samples = self._host_samples(timeout_s)
         after = self._same_launch(before, self._snapshot(vllm, samples, state))
-        _check_host((before and before.host) or {}, after.host or {})
+        check_server((before and before.host) or {}, after.host or {})
         return after
+
+    def _check_offload(self, samples: Samples, progress: _Progress) -> None:
+        gauges = offload_gauges(samples, self._kind, model_name=self._model_name)
+        counters = self._counts_of_vllm(samples)
+        progress.offload.check(gauges, counters, now=time.monotonic())
 
     def _check_vllm(self, samples: Samples, before: Snapshot | None, progress: _Progress) -> None:
         finished = self._counts_of_vllm(samples)["finished"]
         finished -= before.vllm["finished"] if before else 0
         if finished < 0 or finished > 1:
-            raise _HopelessError(f"vLLM's finished requests moved by {finished} where we sent 1")
-        _wait_if("vLLM has not counted the request as finished" if finished == 0 else None)
+            raise HopelessError(f"vLLM's finished requests moved by {finished} where we sent 1")
+        wait_if("vLLM has not counted the request as finished" if finished == 0 else None)
         running = self._gauge(samples, _RUNNING)
         waiting = self._gauge(samples, _WAITING)
         usage = self._gauge(samples, _KV_USAGE)
         # The gauge is published with step statistics and may lag: zero once after success will do.
         progress.blocks_freed = progress.blocks_freed or usage == 0
         if running or waiting:
-            raise _NotYetError(f"vLLM has {running:.0f} requests running and {waiting:.0f} waiting")
+            raise NotYetError(f"vLLM has {running:.0f} requests running and {waiting:.0f} waiting")
         if not progress.blocks_freed:
-            raise _NotYetError(
+            raise NotYetError(
                 f"{_KV_USAGE} is {usage:.4f} and was never 0 since the request finished"
             )
 
-    def _wait_for_sessions(self, state: _HostState, progress: _Progress) -> None:
+    def _wait_for_sessions(self, state: ServerState, progress: _Progress) -> None:
         if not state.sessions:
             return
         now = time.monotonic()
         if progress.sessions_until is None:
             progress.sessions_until = now + SESSIONS_GRACE_S
         if now < progress.sessions_until:
-            raise _NotYetError(f"LMCache's active_sessions is {state.sessions}")
+            raise NotYetError(f"LMCache's active_sessions is {state.sessions}")
 
     def _same_launch(self, before: Snapshot | None, after: Snapshot) -> Snapshot:
         if before and before.launch != after.launch:
-            raise _HopelessError(f"a server was restarted: {before.launch} became {after.launch}")
+            raise HopelessError(f"a server was restarted: {before.launch} became {after.launch}")
         return after
 
-    def _snapshot(self, vllm: Samples, host: Samples | None, state: _HostState | None) -> Snapshot:
-        host_counts: dict[str, int] | None = None
-        if host is not None and state is not None:
-            self._gauge(host, _BUS_DEPTH, ours=False)  # absent: LMCache's metrics are switched off
-            host_counts = counts(
-                host, HOST_SERIES, model_name=None, where=f"{self._host_url}/metrics"
-            )
-            host_counts |= {
-                "host_resident_chunks": state.resident,
-                "host_used_bytes": state.used_bytes,
-            }
+    def _snapshot(
+        self, vllm: Samples, host: Samples | None = None, state: ServerState | None = None
+    ) -> Snapshot:
         started = [
             f"{who}@{samples[_PROCESS_START][0][1]:.2f}"
             for who, samples in (("vllm", vllm), ("lmcache", host or {}))
             if samples.get(_PROCESS_START)
         ]
         return Snapshot(
-            self._counts_of_vllm(vllm), host_counts, " ".join([self._launch_id, *started])
+            self._counts_of_vllm(vllm),
+            None if host is None else self._counts_of_host(host, state),
+            " ".join([self._launch_id, *started]),
         )
 
+    def _counts_of_host(self, samples: Samples, state: ServerState | None) -> dict[str, int]:
+        where = f"{self._host_url}/metrics"
+        if state is None:
+            resident = of_worker(samples, RESIDENT_CHUNKS, model_name=self._model_name, where=where)
+            return {RESIDENT_IN_PROCESS: int(resident)}
+        self._gauge(samples, _BUS_DEPTH, ours=False)  # absent: LMCache's metrics are switched off
+        return counts(samples, HOST_SERIES, model_name=None, where=where) | {
+            "host_resident_chunks": state.resident,
+            "host_used_bytes": state.used_bytes,
+        }
+
     def _counts_of_vllm(self, samples: Samples) -> dict[str, int]:
-        found = counts(samples, VLLM_SERIES, model_name=self._model_name, where=self._vllm_url)
+        found = counts(
+            samples, self._vllm_series, model_name=self._model_name, where=self._vllm_url
+        )
         old = [name for name in OLD_SAMPLES if name in samples]
-        require_split(found, with_host=self._host_url is not None, old=old)
+        require_split(found, with_host=self._kind is not None, old=old)
         return found
 
     def _gauge(self, samples: Samples, name: str, *, ours: bool = True) -> float:
@@ -310,19 +317,22 @@ class Scraper:
 
     def _vllm_samples(self, timeout_s: float) -> Samples:
         text = self._get(self._vllm_url, timeout_s).text
-        wanted = [s.sample for s in VLLM_SERIES]
+        wanted = [s.sample for s in self._vllm_series]
+        wanted += OFFLOAD_GAUGES.get(self._kind, ()) if self._kind else ()
         wanted += [_RUNNING, _WAITING, _KV_USAGE, _PROCESS_START, *OLD_SAMPLES]
         return parse(text, wanted=wanted, where=self._vllm_url)
 
     def _host_samples(self, timeout_s: float) -> Samples:
         url = f"{self._host_url}/metrics"
-        wanted = [s.sample for s in HOST_SERIES] + [_BUS_DEPTH, _PROCESS_START]
+        wanted = [*(s.sample for s in HOST_SERIES), _BUS_DEPTH, _PROCESS_START]
+        if self._kind == "lmcache":
+            wanted = [*IN_PROCESS_GAUGES, _PROCESS_START]
         return parse(self._get(url, timeout_s).text, wanted=wanted, where=url)
 
-    def _host_status(self, timeout_s: float) -> _HostState:
+    def _host_status(self, timeout_s: float) -> ServerState:
         url = f"{self._host_url}/status"
         try:
-            return _host_state(self._get(url, timeout_s).json())
+            return server_state(self._get(url, timeout_s).json())
         except ValueError as error:
             raise ScrapeError(f"{url} is not JSON: {error}") from error
 
@@ -350,30 +360,3 @@ class Scraper:
         if not response.content.strip():
             raise ScrapeError(f"GET {url} answered 200 with an empty page")
         return response
-
-
-def _wait_if(reason: str | None) -> None:
-    if reason is not None:
-        raise _NotYetError(reason)
-
-
-def _check_host(before: Mapping[str, int], after: Mapping[str, int]) -> None:
-    """LMCache's counters must have caught up with its live state.
-
-    ``written - evicted == resident`` is exact while nothing is loaded from an L2: writes, evictions
-    and clears are queued as events under the same lock that changes the resident objects
-    (``L1Manager.finish_write``, ``delete``, ``clear``).
-    """
-    lookups = after["host_lookups"] - before.get("host_lookups", 0)
-    if lookups not in (0, 1):
-        raise _HopelessError(f"LMCache's lookups moved by {lookups} where we sent 1 request")
-    _wait_if("LMCache has counted no lookup for the request" if lookups == 0 else None)
-    kept = after["host_written_chunks"] - after["host_evicted_chunks"]
-    if kept != after["host_resident_chunks"]:
-        raise _NotYetError(
-            f"LMCache's counters say {kept} chunks are resident, its state "
-            f"{after['host_resident_chunks']}"
-        )
-    for kind in ("stores", "retrieves"):
-        open_copies = after.get(f"host_submitted_{kind}", 0) - after.get(f"host_finished_{kind}", 0)
-        _wait_if(f"LMCache has {open_copies} {kind} in flight" if open_copies else None)

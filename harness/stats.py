@@ -3,26 +3,26 @@
 The unit of analysis is the session: requests inside one server are not independent.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import median, quantiles
 from typing import Any
 
-from harness.paired import BASE, MIN_BLOCKS_FOR_INTERVAL, TIER, compare_sessions, paired
+from harness.paired import MIN_BLOCKS_FOR_INTERVAL, compare_sessions, compared, paired
 from harness.tally import SOURCE_CLASSES, Cell, Sample, Session, Tally, source_class, tally
 
-__all__ = ["BASE", "SOURCE_CLASSES", "SUMMARY_SCHEMA", "TIER", "source_class", "summarize"]
+__all__ = ["SOURCE_CLASSES", "SUMMARY_SCHEMA", "source_class", "summarize"]
 
 # history: 1 = first published (kvcliff 0.1); still 1 after sessions, paired documents, outliers,
-# decision, timeline and provenance were added: no key was removed or changed its meaning.
+# decision, timeline, provenance, compared and takeaways were added: no key was removed or changed
+# its meaning.
 SUMMARY_SCHEMA = 1
 METHODS = {
     "median_method": "mean of the two middle values when n is even",
     "percentile_method": (
         "p90: linear between closest ranks (Hyndman and Fan, type 7); null when n < 20"
     ),
-    "ratio_direction": f"{BASE} / {TIER}: above 1 the tier is faster",
-    "difference_direction": f"{BASE} − {TIER} in ms: above 0 the tier is faster",
     "unit_of_analysis": "session (one server, launch to stop)",
     "interval_method": (
         "median of the per-block medians; range over blocks below "
@@ -42,31 +42,46 @@ MAD_FLOOR = 0.005  # of the median: identical times would make every deviation i
 MOST_LISTED = 100
 
 
-def summarize(rows: Iterable[Sample], *, run: str, plan_id: str, block_size: int) -> dict[str, Any]:
+def summarize(
+    rows: Iterable[Sample], *, run: str, plan_id: str, block_size: int, arms: Sequence[str] = ()
+) -> dict[str, Any]:
     """The measured part of ``summary.json``: times in ms at full precision, tokens as integers.
 
     ``rows`` is walked once and not kept. Every cell carries its n; failed rows are counted and in
     no median; what has no row is absent. Warm-up rows appear in the sessions' spans only.
+    ``arms``: those of the plan, measured or not; without a plan, the rows'.
     """
     total = tally(rows, block_size=block_size)
+    base, treatment = compared(arms or [session.config for session in total.sessions.values()])
     return {
         "schema": SUMMARY_SCHEMA,
         "run": run,
         "plan_id": plan_id,
+        "compared": [base, treatment],
         **METHODS,
-        "passes": {name: _pass(total, name) for name in total.passes},
+        **_directions(base, treatment),
+        "passes": {name: _pass(total, name, treatment) for name in total.passes},
         "sources": _sources(total),
         "sessions": [_session(name, session) for name, session in total.sessions.items()],
         "outliers": _outliers(total),
     }
 
 
-def _pass(total: Tally, name: str) -> dict[str, Any]:
+def _directions(base: str, treatment: str | None) -> dict[str, str]:
+    """Which arm is on top, in words."""
+    if treatment is None:
+        return dict.fromkeys(("ratio_direction", "difference_direction"), "no arm is compared")
+    return {
+        "ratio_direction": f"{base} / {treatment}: above 1 {treatment} is faster",
+        "difference_direction": f"{base} − {treatment} in ms: above 0 {treatment} is faster",
+    }
+
+
+def _pass(total: Tally, name: str, treatment: str | None) -> dict[str, Any]:
     arms = total.arms(name)
-    pairs = paired(total, name)
     return {
         "arms": {config: _arm(cells) for config, cells in arms.items()},
-        "paired_ratio": pairs,
+        "paired_ratio": paired(total, name, treatment),
         "order_effect": {
             config: compare_sessions(total, name, names[0], names[-1])
             for config in arms
@@ -103,15 +118,18 @@ def ttft_cell(times: Iterable[float]) -> dict[str, Any]:
     }
 
 
-def token_sums(cells: Iterable[Cell]) -> dict[str, int]:
-    """Prompt tokens by source over the attributed rows, and how many rows those are."""
-    sums = dict.fromkeys(
-        ("n", "prompt", "computed", "gpu_hit", "host_loaded", "loaded_bytes", "stored"), 0
-    )
+def token_sums(cells: Iterable[Cell]) -> dict[str, int | None]:
+    """Prompt tokens by source over the attributed rows, and how many rows those are.
+
+    ``loaded_bytes`` and ``stored`` are None where no row knows them.
+    """
+    total: Counter[str] = Counter()
     for cell in cells:
-        for name in sums:
-            sums[name] += cell.tokens[name]
-    return sums
+        total.update(cell.tokens)
+    return {
+        **{name: total[name] for name in ("n", "prompt", "computed", "gpu_hit", "host_loaded")},
+        **{name: total.get(name) for name in ("loaded_bytes", "stored")},
+    }
 
 
 def _spread(medians: Sequence[float]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from harness.answer import ERROR_BODY_BYTES, Received, StreamResult, judge
+from harness.bounded_http import BoundedHeadTransport
 from harness.sse import StreamError
 
 CONNECT_S = 5.0
@@ -27,14 +28,15 @@ _END_AFTER_DONE_S = 1.0
 def open_client(base_url: str, *, deadline_s: float) -> httpx.Client:
     """A client for ``base_url``: no proxy, no retry, no redirect, no limit on connections.
 
-    ``deadline_s`` bounds each read of requests that set no deadline of their own.
+    ``deadline_s`` bounds the head and each later read of requests that set no deadline of their
+    own. One request at a time.
     """
     limits = httpx.Limits(max_connections=None, keepalive_expiry=None)
     return httpx.Client(
         base_url=base_url,
         trust_env=False,
         timeout=_timeout(deadline_s),
-        transport=httpx.HTTPTransport(retries=0, trust_env=False, limits=limits),
+        transport=BoundedHeadTransport(retries=0, trust_env=False, limits=limits),
     )
 
 

@@ -65,7 +65,7 @@ class Cell:
 
     ``seq``, ``doc``, ``ttft_ms``, ``source`` have one entry a complete row, in journal order;
     ``source`` is an index into ``SOURCE_CLASSES`` or ``UNKNOWN_SOURCE``. ``tokens`` sums the rows
-    with known sources. ``began_ns`` to ``ended_ns`` is wall clock, a label.
+    with known sources; it has no ``loaded_bytes`` or ``stored`` where no row knows. ``began_ns`` to ``ended_ns`` is wall clock, a label.
     """
 
     seq: "array[int]" = field(default_factory=lambda: array("q"))
@@ -145,8 +145,10 @@ def _add(cell: Cell, row: Sample, block_size: int) -> None:
         tokens["computed"] += row.computed
         tokens["gpu_hit"] += row.gpu_hit or 0
         tokens["host_loaded"] += row.host_loaded or 0
-        tokens["loaded_bytes"] += row.loaded_bytes or 0
-        tokens["stored"] += row.stored_tokens or 0
+        if row.loaded_bytes is not None:
+            tokens["loaded_bytes"] += row.loaded_bytes
+        if row.stored_tokens is not None:
+            tokens["stored"] += row.stored_tokens
     if row.settle_ms is not None:
         cell.settle_ms.append(row.settle_ms)
     if not row.complete:
@@ -171,16 +173,21 @@ def _add_span(cell: Cell, row: Sample) -> None:
 
 
 def source_class(row: Sample, block_size: int) -> str | None:
-    """Where the document's KV came from; one of ``SOURCE_CLASSES``, None when unknown.
+    """``class_of`` a row; None when its sources are unknown."""
+    if row.computed is None or row.gpu_hit is None or row.host_loaded is None:
+        return None
+    split = row.computed, row.gpu_hit, row.host_loaded
+    return class_of(*split, question=(row.prompt_tokens or 0) - row.doc_tokens, block=block_size)
+
+
+def class_of(computed: int, gpu_hit: int, host_loaded: int, *, question: int, block: int) -> str:
+    """Where a document's KV came from; one of ``SOURCE_CLASSES``. All in tokens.
 
     A GPU hit ends at a block boundary, so a whole document found in the GPU tier leaves at most
     the question and one block to compute; a partial hit leaves or loads more.
     """
-    if row.computed is None or row.gpu_hit is None or row.host_loaded is None:
-        return None
-    if row.gpu_hit == 0:
-        return "host" if row.host_loaded else "recomputed"
-    if row.host_loaded:
+    if gpu_hit == 0:
+        return "host" if host_loaded else "recomputed"
+    if host_loaded:
         return "gpu+host"
-    question = (row.prompt_tokens or 0) - row.doc_tokens
-    return "gpu" if row.computed <= question + block_size else "gpu+recomputed"
+    return "gpu" if computed <= question + block else "gpu+recomputed"

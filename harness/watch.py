@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from harness.errors import InputError
 from harness.files import describe_invalid
-from harness.journal import Row, read_predictions
-from harness.plan import read_plan
-from harness.runfolder import PLAN_FILE, RunFolder
+from harness.journal import Row, walk_predictions
+from harness.plan_files import read_plan
+from harness.runfolder import PLAN_FILE, PREDICTION_FILE, RunFolder
 from harness.stats import summarize
 
 FRESH_S = 1.0  # between two looks; a request takes longer than that on any real model
@@ -82,11 +82,12 @@ class Watcher:
     """Looks at a run folder again and again, reading each journal line once."""
 
     def __init__(self, run: Path) -> None:
-        """InputError when ``run`` has no plan or prediction."""
+        """InputError when ``run`` has no plan or prediction, as an imported one."""
         self._folder = RunFolder(run)
+        self._folder.refuse_imported()
         self._plan_id = self._folder.read_manifest()["plan_id"]
-        self._block_size = read_plan(run / PLAN_FILE).server.block_size
-        predictions = read_predictions(run / "prediction.jsonl")
+        self._plan = read_plan(run / PLAN_FILE)
+        predictions = walk_predictions(run / PREDICTION_FILE)
         self._planned = Counter(row.session for row in predictions)
         self._tails: dict[Path, Tail] = {}
         self._rows: dict[Path, list[Row]] = {}
@@ -100,7 +101,11 @@ class Watcher:
         return View(
             run=self._folder.name,
             summary=summarize(
-                rows, run=self._folder.name, plan_id=self._plan_id, block_size=self._block_size
+                rows,
+                run=self._folder.name,
+                plan_id=self._plan_id,
+                block_size=self._plan.server.block_size,
+                arms=self._plan.order,
             ),
             sessions=tuple((name, recorded[name], n) for name, n in self._planned.items()),
             last=max(rows, key=lambda row: (row.order, row.seq), default=None),

@@ -98,11 +98,8 @@ def _pass_lines(summary: dict[str, Any]) -> list[str]:
         "|---|---:|---:|---:|---:|",
     ]
     for name, cells in summary["passes"].items():
-        base, tier, ratio = (
-            cells["arms"]["baseline"],
-            cells["arms"]["lmcache"],
-            cells["paired_ratio"],
-        )
+        base, tier = (cells["arms"][arm] for arm in summary["compared"])
+        ratio = cells["paired_ratio"]
         tokens = tier["tokens"]
         lines.append(
             f"| `{name}` | {base['p50_ms']:.0f} ms (n {base['n']}) "

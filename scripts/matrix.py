@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.plan import read_plan
+from harness.plan_files import read_plan
 from harness.reconcile import SOURCES
 from harness.runfolder import PLAN_FILE
 

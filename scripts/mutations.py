@@ -19,8 +19,9 @@ from unittest.mock import patch
 import sim.host_mp
 import sim.predict
 import sim.tiers
+from harness.experiment import Experiment, resolve
 from harness.files import write_json
-from harness.plan import Experiment, read_plan, resolve
+from harness.plan_files import read_plan
 from harness.reconcile import Reconciled, join
 from harness.runfolder import PLAN_FILE, RunFolder
 from harness.session import predicted_rows
@@ -139,9 +140,9 @@ def experiment_of(run: RunFolder, cache_dir: Path) -> Experiment:
 
 def compared(run: RunFolder, experiment: Experiment) -> tuple[Reconciled, ...]:
     """The run's journal beside what the simulator, as it is now, predicts."""
-    predictions = {row.key: row for row in predicted_rows(experiment)}
-    rows = {row.key: row for row in run.rows()}
-    return join(list(predictions), rows, predictions)
+    predictions = predicted_rows(experiment)
+    place = {row.key: i for i, row in enumerate(predictions)}
+    return tuple(join(place, run.rows(), predictions, place=place.get))
 
 
 def caught(mutation: Mutation, runs: Sequence[tuple[RunFolder, Experiment]]) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Command lines and environments of the servers of one arm, as values: nothing is started here.
 
-Two arms rendered with the same ports and folders differ in one factor: with a host tier, vLLM gets
-``--kv-transfer-config`` and an LMCache server runs beside it. Everything else is the same.
+Two arms rendered with the same ports and folders differ in one factor: the host tier's options and
+environment at the end of vLLM's own (and LMCache's server beside it where the tier has one), the
+prefix cache switched off, or what the plan gives the arm itself. Everything else is the same.
 """
 
 import json
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from servers.arms import Arm, HostTier, ServerSpec
+from servers.arms import CONNECTORS, Arm, HostTier, ServerSpec
 from sim.geometry import KvGeometry
 
 Role = Literal["vllm", "lmcache"]
@@ -32,7 +33,7 @@ _VLLM_MODULE: Final = "vllm.entrypoints.launchers.api_server.entry"
 # HTTP server that carries /metrics, /status and /config (LMCache 0.5.6).
 _LMCACHE_MODULE: Final = "lmcache.cli.main"
 
-CONNECTOR: Final = "LMCacheMPConnector"
+CONNECTOR: Final = CONNECTORS["lmcache-mp"]
 # One request at a time is measured; the rest is head-room. On CUDA it also keeps the graph captures
 # few, which shortens the start.
 _MAX_NUM_SEQS: Final = 4
@@ -54,7 +55,10 @@ _SECRET: Final = re.compile(r"(?i)token|key|secret|passw|credential|auth|cookie"
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """TCP ports on 127.0.0.1, all different; the last two are None without a host tier."""
+    """TCP ports on 127.0.0.1, all different; the last two are None without LMCache.
+
+    LMCache in vLLM's process has ``lmcache_http`` alone.
+    """
 
     vllm: int
     lmcache: int | None = None
@@ -85,7 +89,7 @@ def render(
     inherited: Mapping[str, str],
     transfer: Transfer = "lmcache_driven",
 ) -> tuple[Command, ...]:
-    """The commands of ``arm``: vLLM first, then LMCache when the arm has a host tier.
+    """The commands of ``arm``: vLLM first, then LMCache's server when the arm has one.
 
     ``model_name`` is what the server calls its model, unique per launch, so that a foreign server
     on the port cannot pass for ours. ``work_dir`` becomes TMPDIR: keep its path below 60
@@ -94,16 +98,17 @@ def render(
     ``transfer`` matters to the tier arm alone.
 
     For the fake build ``model``'s config.json is read; the others touch no file. Raises ValueError
-    when the arm has a host tier and ``ports`` lacks its ports.
+    when the arm has an LMCache server and ``ports`` lacks its ports.
     """
     if arm.server.build == "fake":
         env = _fake_env(inherited, work_dir=work_dir)
         argv = _fake_argv(arm, ports=ports, model_name=model_name)
         return (_command("vllm", argv, env=env, inherited=inherited),)
     env = _vllm_env(arm.server, inherited, work_dir=work_dir, cache_dir=cache_dir)
+    env |= {**_tier_env(arm.host, ports), **arm.env}
     argv = _vllm_argv(arm, ports=ports, model_name=model_name, transfer=transfer)
     vllm = _command("vllm", argv, env=env, inherited=inherited)
-    if arm.host is None:
+    if arm.host is None or not arm.has_lmcache_server:
         return (vllm,)
     env = _base_env(inherited, work_dir=work_dir) | _hardware_env(arm.server)
     argv = _lmcache_argv(arm.host, ports=ports, transfer=transfer)
@@ -177,6 +182,29 @@ def _vllm_env(
     return env | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
+def _tier_env(host: HostTier | None, ports: Ports) -> dict[str, str]:
+    """What vLLM's process reads about a tier inside it.
+
+    In-process LMCache is read over its own HTTP server, of worker 0 (it listens on the start + 1
+    + rank: LMCache 0.5.6 ``internal_api_server``). Prometheus's multi-process mode, the other way,
+    would lose its live gauges and vLLM's process start time.
+    """
+    if host is None or host.kind in ("lmcache-mp", "native"):
+        return {}
+    if host.kind == "simple":
+        return {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"}
+    return {
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host.gib),
+        "LMCACHE_CHUNK_SIZE": str(host.chunk_tokens),
+        "LMCACHE_CACHE_POLICY": host.policy,
+        "LMCACHE_INTERNAL_API_SERVER_ENABLED": "True",
+        "LMCACHE_INTERNAL_API_SERVER_HOST": HOST,
+        "LMCACHE_INTERNAL_API_SERVER_PORT_START": str(_http_port(ports) - 1),
+        "LMCACHE_INTERNAL_API_SERVER_INCLUDE_INDEX_LIST": "1",
+    }
+
+
 def _vllm_argv(arm: Arm, *, ports: Ports, model_name: str, transfer: Transfer) -> tuple[str, ...]:
     server = arm.server
     options = {
@@ -185,6 +213,7 @@ def _vllm_argv(arm: Arm, *, ports: Ports, model_name: str, transfer: Transfer) -
         "--host": HOST,
         "--port": ports.vllm,
         "--dtype": server.dtype,
+        "--load-format": server.load_format,
         "--max-model-len": server.max_model_len,
         "--block-size": server.block_size,
         "--num-gpu-blocks-override": server.num_gpu_blocks,
@@ -192,24 +221,42 @@ def _vllm_argv(arm: Arm, *, ports: Ports, model_name: str, transfer: Transfer) -
         "--max-num-batched-tokens": server.max_num_batched_tokens,
     }
     flags = [
-        "--enable-prefix-caching",
+        "--enable-prefix-caching" if arm.prefix_caching else "--no-enable-prefix-caching",
         "--enable-prompt-tokens-details",
         "--enable-per-request-metrics",
         "--enable-request-id-headers",
         "--no-enable-log-requests",
         "--disable-uvicorn-access-log",
     ]
-    if server.build == "cpu":
-        # Eager: compiling costs 25-50 s of start and wins nothing here. uni: three processes, not
-        # four, and 10 s less.
-        flags += ["--enforce-eager", "--distributed-executor-backend", "uni"]
-    if arm.host is not None:
-        flags += ["--kv-transfer-config", _connector_config(ports, transfer)]
-    return (sys.executable, "-m", _VLLM_MODULE, *_flat(options), *flags)
+    if server.eager or server.build == "cpu":  # on a CPU compiling costs 25-50 s and wins nothing
+        flags += ["--enforce-eager"]
+    if server.build == "cpu":  # three processes, not four, and 10 s less
+        flags += ["--distributed-executor-backend", "uni"]
+    flags += _tier_flags(arm, ports=ports, transfer=transfer)
+    return (sys.executable, "-m", _VLLM_MODULE, *_flat(options), *flags, *arm.flags)
+
+
+def _tier_flags(arm: Arm, *, ports: Ports, transfer: Transfer) -> list[str]:
+    """The options that give vLLM its host tier; none without one."""
+    if arm.connector is not None:
+        return ["--kv-transfer-config", json.dumps(arm.connector)]
+    host = arm.host
+    if host is None:
+        return []
+    if host.kind == "lmcache-mp":
+        return ["--kv-transfer-config", _connector_config(ports, transfer)]
+    if host.kind == "lmcache":
+        # Its adapter takes one KV cache group (LMCacheConnectorV1 has no SupportsHMA); vLLM would
+        # switch the hybrid manager off by itself, with a warning only.
+        config = {"kv_connector": CONNECTORS[host.kind], "kv_role": "kv_both"}
+        return ["--disable-hybrid-kv-cache-manager", "--kv-transfer-config", json.dumps(config)]
+    # GiB over all ranks; the environment decides between the two (VllmConfig
+    # ._post_init_kv_transfer_config, vLLM 0.32).
+    return ["--kv-offloading-size", str(host.gib), "--kv-offloading-backend", "native"]
 
 
 def _connector_config(ports: Ports, transfer: Transfer) -> str:
-    lmcache_port, _ = _tier_ports(ports)
+    lmcache_port = _connector_port(ports)
     extra: dict[str, str | int] = {
         "lmcache.mp.host": f"tcp://{HOST}",
         "lmcache.mp.port": lmcache_port,
@@ -226,12 +273,11 @@ def _connector_config(ports: Ports, transfer: Transfer) -> str:
 
 
 def _lmcache_argv(host: HostTier, *, ports: Ports, transfer: Transfer) -> tuple[str, ...]:
-    lmcache_port, http_port = _tier_ports(ports)
     options = {
         "--host": HOST,
-        "--port": lmcache_port,
+        "--port": _connector_port(ports),
         "--http-host": HOST,
-        "--http-port": http_port,
+        "--http-port": _http_port(ports),
         "--chunk-size": host.chunk_tokens,
         "--l1-size-gb": host.gib,
         "--eviction-policy": host.policy,
@@ -254,10 +300,15 @@ def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
         "--num-gpu-blocks": server.num_gpu_blocks,
         "--max-model-len": server.max_model_len,
     }
+    switches = [] if arm.prefix_caching else ["--no-prefix-caching"]
     if (host := arm.host) is not None:
         geometry = _fake_geometry(server)
+        if host.kind in ("lmcache-mp", "lmcache"):
+            options["--lmcache-http-port"] = _http_port(ports)
+        else:
+            options["--kv-offloading-size"] = host.gib
         options |= {
-            "--lmcache-http-port": _tier_ports(ports)[1],
+            "--host-kind": host.kind,
             "--host-chunks": geometry.host_chunks(host.gib, host.chunk_tokens),
             "--chunk-tokens": host.chunk_tokens,
             "--chunk-bytes": geometry.chunk_bytes(host.chunk_tokens),
@@ -265,7 +316,7 @@ def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
             "--evict-ratio": host.evict_ratio,
             "--policy": host.policy,
         }
-    return (sys.executable, "-m", "servers.fake", *_flat(options))
+    return (sys.executable, "-m", "servers.fake", *_flat(options), *switches)
 
 
 def _fake_geometry(server: ServerSpec) -> KvGeometry:
@@ -282,10 +333,18 @@ def _fake_env(inherited: Mapping[str, str], *, work_dir: Path) -> dict[str, str]
     return _base_env(inherited, work_dir=work_dir) | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def _tier_ports(ports: Ports) -> tuple[int, int]:
-    if ports.lmcache is None or ports.lmcache_http is None:
+def _connector_port(ports: Ports) -> int:
+    return _given(ports.lmcache, ports)
+
+
+def _http_port(ports: Ports) -> int:
+    return _given(ports.lmcache_http, ports)
+
+
+def _given(port: int | None, ports: Ports) -> int:
+    if port is None:
         raise ValueError(f"the arm has a host tier but {ports} has no ports for it")
-    return ports.lmcache, ports.lmcache_http
+    return port
 
 
 def _flat(options: Mapping[str, object]) -> list[str]:

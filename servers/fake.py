@@ -23,8 +23,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from servers.fake_engine import FakeEngine, FakeSpec, output_ids
+from servers.arms import TIER_KINDS
+from servers.fake_engine import FakeEngine, output_ids
 from servers.fake_script import Script, parse_script, read_script
+from servers.fake_spec import FakeSpec
+from servers.fake_tiers import in_process_config
 from sim.predict import Prediction
 
 HOST = "127.0.0.1"
@@ -81,7 +84,7 @@ class FakeServer:
         self._vllm = _Listener(port, self._answer_vllm, parsed.always())
         self._host = (
             _Listener(lmcache_http_port, self._answer_lmcache, {})
-            if self.spec.host_chunks is not None
+            if self.spec.has_lmcache_port
             else None
         )
 
@@ -92,7 +95,7 @@ class FakeServer:
 
     @property
     def lmcache_url(self) -> str | None:
-        """Where LMCache's HTTP side answers; None without a host tier."""
+        """Where LMCache answers: its server's HTTP side, or its internal API in vLLM's process."""
         return None if self._host is None else f"http://{HOST}:{self._host.port}"
 
     @property
@@ -154,6 +157,9 @@ class FakeServer:
 
     def _answer_lmcache(self, link: "_Link", request: _Request) -> None:
         self.seen.append(f"lmcache {request.method} {request.path}")
+        if self.spec.kind == "lmcache":
+            self._answer_internal_api(link, request)
+            return
         match request.method, request.path:
             case "GET", "/healthcheck":
                 link.reply_json({"status": "healthy"})
@@ -163,6 +169,19 @@ class FakeServer:
                 link.reply_json(self._engine.host_config())
             case "GET", "/metrics":
                 self._metrics(link, self._engine.host_metrics)
+            case _:
+                link.reply_json({"detail": "Not Found"}, status=404)
+
+    def _answer_internal_api(self, link: "_Link", request: _Request) -> None:
+        match request.method, request.path.partition("?")[0]:
+            case "GET", "/lmc_version":
+                link.reply(200, b'"0.5.6"', JSON)
+            case "GET", "/conf":
+                changed = self._engine.faults().get("lmcache_conf", {})
+                config = in_process_config(self.spec) | changed
+                link.reply(200, json.dumps(config).encode(), "text/plain")
+            case "GET", "/metrics":
+                self._metrics(link, self._engine.in_process_metrics)
             case _:
                 link.reply_json({"detail": "Not Found"}, status=404)
 
@@ -206,7 +225,7 @@ class FakeServer:
             return
         entry = _entry(n, request, asked, status=200, end="done") | _sources(served)
         deliver = self._stream if asked.get("stream") else self._whole
-        deliver(link, answer, entry, faults)
+        deliver(link, answer, served, entry, faults)
 
     def _refusal(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
         if time.monotonic() < self._ready_at:
@@ -224,16 +243,21 @@ class FakeServer:
         return None
 
     def _stream(
-        self, link: "_Link", answer: "_Answer", entry: dict[str, Any], faults: Mapping[str, Any]
+        self,
+        link: "_Link",
+        answer: "_Answer",
+        served: Prediction,
+        entry: dict[str, Any],
+        faults: Mapping[str, Any],
     ) -> None:
         try:
             link.start_stream(str(faults.get("content_type", SSE)), answer.response_id)
             cached_tokens = entry["gpu_hit"] + entry["host_loaded"]
-            self._play(link, answer.writes(cached_tokens), entry, faults)
+            self._play(link, answer.writes(cached_tokens), served, entry, faults)
         except OSError:
             entry["end"] = "client left"
         if not entry["finished"]:
-            self._engine.finish("abort", entry["output_tokens"], faults)
+            self._engine.finish(served, "abort", entry["output_tokens"], faults)
         self._engine.note(entry)
         if entry["end"] != "done":
             raise _HangUp
@@ -242,6 +266,7 @@ class FakeServer:
         self,
         link: "_Link",
         writes: Sequence[_Write],
+        served: Prediction,
         entry: dict[str, Any],
         faults: Mapping[str, Any],
     ) -> None:
@@ -251,7 +276,7 @@ class FakeServer:
             if "finish" in write.marks:
                 # vLLM's counters move before the last token's event is written.
                 reason = "stop" if "stop_after" in faults else "length"
-                self._engine.finish(reason, entry["output_tokens"] + 1, faults)
+                self._engine.finish(served, reason, entry["output_tokens"] + 1, faults)
                 entry["finished"] = True
             if "token" in write.marks:
                 entry["first_token_ns"] = entry["first_token_ns"] or time.perf_counter_ns()
@@ -267,12 +292,17 @@ class FakeServer:
         link.end_stream()
 
     def _whole(
-        self, link: "_Link", answer: "_Answer", entry: dict[str, Any], faults: Mapping[str, Any]
+        self,
+        link: "_Link",
+        answer: "_Answer",
+        served: Prediction,
+        entry: dict[str, Any],
+        faults: Mapping[str, Any],
     ) -> None:
         """A completion without ``stream``: one JSON body."""
         link.wait(float(faults.get("first_token_ms", 0)))
         entry |= {"output_tokens": len(answer.ids), "finished": True}
-        self._engine.finish("length", len(answer.ids), faults)
+        self._engine.finish(served, "length", len(answer.ids), faults)
         self._engine.note(entry)
         link.reply_json(answer.whole(entry["gpu_hit"] + entry["host_loaded"]))
 
@@ -636,18 +666,29 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ledger", type=Path, default=os.environ.get(LEDGER_VARIABLE))
     for field in fields(FakeSpec):
         value = getattr(default, field.name)
+        option = f"--{field.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=value)
+            continue
+        choices = TIER_KINDS if field.name == "host_kind" else None
         kind = int if value is None else type(value)
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=value)
+        parser.add_argument(option, type=kind, default=value, choices=choices)
     args = parser.parse_args(argv)
-    if (args.lmcache_http_port is None) != (args.host_chunks is None):
-        parser.error("--lmcache-http-port and --host-chunks go together: both or neither")
+    if (args.lmcache_http_port is not None) != _spec(args).has_lmcache_port:
+        parser.error(
+            "--lmcache-http-port goes with --host-chunks of the kinds lmcache-mp and lmcache, and "
+            "with nothing else"
+        )
     return args
 
 
+def _spec(args: argparse.Namespace) -> FakeSpec:
+    return FakeSpec(**{field.name: getattr(args, field.name) for field in fields(FakeSpec)})
+
+
 def _server(args: argparse.Namespace, script: Script) -> FakeServer:
-    spec = FakeSpec(**{field.name: getattr(args, field.name) for field in fields(FakeSpec)})
     return FakeServer(
-        spec,
+        _spec(args),
         script=script,
         port=args.port,
         lmcache_http_port=args.lmcache_http_port or 0,

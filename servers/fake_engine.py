@@ -8,13 +8,14 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from servers import fake_tiers
 from servers.fake_script import Script
-from sim.predict import Prediction, Predictor, TierSpec
+from servers.fake_spec import FakeSpec
+from sim.predict import Prediction, Predictor
 from sim.tiers import align_up
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -38,48 +39,6 @@ VLLM_COUNTERS: Mapping[str, tuple[str, ...]] = {
 _EXTRA_LABEL = {"request_success": "finished_reason"}  # every other family with values: "source"
 _COMPUTED = "vllm:request_prefill_kv_computed_tokens"  # a histogram
 
-UNLIMITED_TOKENS = 2**31
-"""Batch size of the fake: every prompt is one prefill step."""
-
-
-@dataclass(frozen=True, slots=True)
-class FakeSpec:
-    """The server pretended: sizes as in ``sim.predict.TierSpec``; ``chunk_bytes`` per chunk.
-
-    ``host_chunks`` None: no LMCache server. ``host_bytes`` None: exactly those chunks, aligned.
-    ``max_model_len`` in tokens, prompt and output.
-    """
-
-    model_name: str = "fake"
-    block_size: int = 32
-    num_gpu_blocks: int = 64
-    host_chunks: int | None = None
-    chunk_tokens: int = 256
-    chunk_bytes: int = 2**20
-    host_bytes: int | None = None
-    watermark: float = 0.8
-    evict_ratio: float = 0.2
-    policy: str = "LRU"
-    max_model_len: int = 32768
-    version: str = "0.32.0"
-
-    def tiers(self, *, drop_stores: bool = False) -> TierSpec:
-        """The tiers behind the answers; ``drop_stores`` gives a host tier that holds nothing."""
-        is_dropping = drop_stores and self.host_chunks is not None
-        is_exact = self.host_bytes is not None and not is_dropping
-        return TierSpec(
-            block_size=self.block_size,
-            num_gpu_blocks=self.num_gpu_blocks,
-            max_num_batched_tokens=UNLIMITED_TOKENS,
-            host_chunks=0 if is_dropping else self.host_chunks,
-            chunk_tokens=self.chunk_tokens,
-            watermark=self.watermark,
-            evict_ratio=self.evict_ratio,
-            policy=self.policy,
-            host_bytes=self.host_bytes if is_exact else None,
-            chunk_bytes=self.chunk_bytes if is_exact else None,
-        )
-
 
 def output_ids(prompt: Sequence[int], n: int, *, salt: str = "") -> list[int]:
     """``n`` token ids that depend on the whole prompt; id i is the visible ASCII character i."""
@@ -95,8 +54,8 @@ class FakeEngine:
         self.script = script
         self.ledger: list[dict[str, Any]] = []
         self._lock = threading.Lock()
-        drop_stores = bool(script.always().get("drop_stores"))
-        self._predictor = Predictor(spec.tiers(drop_stores=drop_stores))
+        self._predictor = self._fresh_predictor()
+        self._open_store = (0, 0.0)  # chunks, and until when
         self._created = time.time()
         self._arrived = 0
         self._running = 0
@@ -126,14 +85,22 @@ class FakeEngine:
     ) -> Prediction:
         """Take ``prompt`` through the tiers and count it, as vLLM does by its first token."""
         with self._lock:
+            if not self.spec.prefix_caching:
+                self._predictor = self._fresh_predictor()  # nothing of any request is kept
             served = self._predictor.request(prompt, len(ids), output_ids=ids)
+            served = fake_tiers.as_tier_counts(self.spec, served)
             self._running += 1
             self._count_prompt(served, faults)
             self._publish()
             return served
 
-    def finish(self, reason: str, n_tokens: int, faults: Mapping[str, Any]) -> None:
-        """Count the end of a request, as vLLM does before it writes the last event."""
+    def finish(
+        self, served: Prediction, reason: str, n_tokens: int, faults: Mapping[str, Any]
+    ) -> None:
+        """Count the end of a request, as vLLM does before it writes the last event.
+
+        Its stores may still be copied then; they are counted when they are over.
+        """
         with self._lock:
             self._running -= 1
             engine = str(faults.get("engine", "0"))
@@ -144,6 +111,10 @@ class FakeEngine:
                 self._counters = {}
                 self._start_series()
             self._publish()
+            copy_s = float(faults.get("copy_s", 0))
+            self._open_store = (served.stored_chunks, time.monotonic() + copy_s)
+            self._add_of_tier(fake_tiers.store_samples(self.spec, served), engine)
+            self._publish(later_s=copy_s)
 
     def note(self, entry: dict[str, Any]) -> None:
         """Write one finished request into the ledger."""
@@ -164,6 +135,10 @@ class FakeEngine:
                 _series("vllm:num_requests_waiting", base): 0,
                 _series("vllm:kv_cache_usage_perc", base): 0.5 if self._running else 0,
                 _series("vllm:cache_config_info", self._cache_config()): 1,
+            }
+            gauges |= {
+                _series(f"vllm:{name}", [*base, *labels]): value
+                for name, labels, value in self._offload_gauges()
             }
             for name, labels in series:
                 # Start times that look like counts: prometheus_client writes one per counter.
@@ -187,6 +162,18 @@ class FakeEngine:
                 _series("lmcache_mp_active_prefetch_jobs", []): 0,
             }
         return _render(series, gauges, faults)
+
+    def in_process_metrics(self, faults: Mapping[str, Any]) -> str:
+        """The body of /metrics of LMCache's internal API, on the worker's port."""
+        with self._lock:
+            resident = self._predictor.resident_chunks
+            gauges = {
+                _series(f"lmcache:{name}", labels): value
+                for name, labels, value in fake_tiers.in_process_gauges(
+                    self.spec, resident=resident, faults=faults
+                )
+            }
+        return _render({}, gauges, faults)
 
     def host_status(self) -> dict[str, Any]:
         """The body of LMCache's GET /status, as far as anybody here reads it."""
@@ -250,14 +237,31 @@ class FakeEngine:
     def _host_bytes(self) -> tuple[int, int]:
         """(used, total) bytes of the host tier."""
         unit = align_up(self.spec.chunk_bytes)
-        total = self.spec.host_bytes or (self.spec.host_chunks or 0) * unit
-        return self._predictor.resident_chunks * unit, total
+        return self._predictor.resident_chunks * unit, self.spec.total_host_bytes()
+
+    def _fresh_predictor(self) -> Predictor:
+        drop_stores = bool(self.script.always().get("drop_stores"))
+        return Predictor(self.spec.tiers(drop_stores=drop_stores))
+
+    def _offload_gauges(self) -> Iterator[fake_tiers.Sample]:
+        """Exported from the first step on; while a request runs, as if it were being stored."""
+        if not self._arrived:
+            return iter(())
+        chunks, until = self._open_store
+        is_open = self._running > 0 or time.monotonic() < until
+        return fake_tiers.offload_gauges(self.spec, open_chunks=chunks if is_open else 0)
+
+    def _add_of_tier(self, samples: Iterator[fake_tiers.Sample], engine: str) -> None:
+        base = [("engine", engine), ("model_name", self.spec.model_name)]
+        for name, labels, n in samples:
+            self._bump(_series(f"vllm:{name}", [*base, *labels]), n)
 
     def _cache_config(self) -> list[tuple[str, str]]:
         return [
             ("block_size", str(self.spec.block_size)),
-            ("enable_prefix_caching", "True"),
+            ("enable_prefix_caching", str(self.spec.prefix_caching)),
             ("engine", "0"),
+            ("kv_offloading_size", self.spec.kv_offloading_size),
             ("num_gpu_blocks", str(self.spec.num_gpu_blocks)),
         ]
 
@@ -266,6 +270,9 @@ class FakeEngine:
         for family, values in VLLM_COUNTERS.items():
             for value in values or ("",):
                 self._add(family, 0, "0", value)
+        if self.spec.kind == "native":
+            zeros = ((n, (("transfer_type", t),), 0.0) for n, t in fake_tiers.ZEROS_OF_NATIVE)
+            self._add_of_tier(zeros, "0")
         self._publish()
 
     def _add(self, family: str, n: float, engine: str, value: str = "") -> None:
@@ -288,13 +295,18 @@ class FakeEngine:
         self._add("prompt_tokens_by_source", external, engine, "external_kv_transfer")
         self._add("prompt_tokens_cached", local + external, engine)
         self._add("prompt_tokens_cached_by_source", local, engine, "device")
-        self._add("prompt_tokens_cached_by_source", external, engine, "external_unspecified")
-        self._add("prefix_cache_queries", split.prompt_tokens, engine)
+        from_tier = "host" if self.spec.kind in ("native", "simple") else "external_unspecified"
+        self._add("prompt_tokens_cached_by_source", external, engine, from_tier)
+        # Without a prefix cache vLLM asks none (``KVCacheManager.get_computed_blocks``).
+        queries = split.prompt_tokens if self.spec.prefix_caching else 0
+        self._add("prefix_cache_queries", queries, engine)
         self._add("prefix_cache_hits", local, engine)
         if self.spec.host_chunks is not None:
             self._add("external_prefix_cache_queries", split.prompt_tokens - local, engine)
             self._add("external_prefix_cache_hits", external, engine)
-            self._count_host(served)
+            self._add_of_tier(fake_tiers.load_samples(self.spec, served), engine)
+            if self.spec.kind == "lmcache-mp":
+                self._count_host(served)
         labels = [("engine", engine), ("model_name", self.spec.model_name)]
         self._bump(_series(f"{_COMPUTED}_sum", labels), computed)
         self._bump(_series(f"{_COMPUTED}_count", labels), 1)
@@ -320,8 +332,8 @@ class FakeEngine:
         evicted = _series("lmcache_mp_l1_evicted_chunks_total", store)
         self._counters[evicted] = self._predictor.evicted_chunks
 
-    def _publish(self) -> None:
-        self._published.append((time.monotonic(), dict(self._counters)))
+    def _publish(self, *, later_s: float = 0.0) -> None:
+        self._published.append((time.monotonic() + later_s, dict(self._counters)))
         # Only a lagging script reads old states; nobody lags by more than a few requests.
         del self._published[:-64]
 

@@ -39,6 +39,10 @@ BEHAVIOURS: Mapping[str, str] = {
     "reset_counters": "true: every counter starts again from 0 after this request",
     "engine": "str: label of the engine that served this request (default 0)",
     "drop_stores": "true: the host tier stores nothing and finds nothing",
+    "copy_s": "number: vLLM's own offloading copies and counts a request's stores for so long",
+    "unhealthy": "true: LMCache inside vLLM says that it is not healthy",
+    "lmcache_conf": "object: settings of LMCache inside vLLM in place of its own",
+    "pinned_chunks": "int: so many chunks of LMCache inside vLLM stay pinned",
     # /metrics of both ports
     "metrics_status": "int: status of /metrics (307 carries a Location)",
     "metrics_empty": "true: 200 with an empty body",

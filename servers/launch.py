@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ from servers.arms import Arm
 from servers.child import Child, ServerLog, hint_for, record_tree, trouble
 from servers.command import HOST, Command, Ports, render
 from servers.errors import LaunchError, ServerDied
+from servers.gpu_devices import devices_of
 from servers.memory import check_host_memory, choose_transfer
 from servers.ports import accepts, check_ports_free, free_ports, used
 from servers.processes import Ledger
@@ -93,13 +94,15 @@ def launch(
     written to ``ledger`` while it lives. ``deadline_s`` bounds the start; stopping takes at most
     about 30 s a server. ``ports`` are chosen unless given.
 
-    Raises LaunchError when the host tier does not fit the machine's free memory, when a port is
-    taken, when a server dies or is not ready in time, and when a process or port outlives the stop.
+    Raises LaunchError when the host tier does not fit the machine's free memory, when
+    CUDA_VISIBLE_DEVICES shows no GPU to run on, when a port is taken, when a server dies or is not
+    ready in time, and when a process, a port or GPU memory outlives the stop.
     """
     check_host_memory(arm)
     transfer = choose_transfer(arm)
+    devices = devices_of(arm, os.environ)
     processes.sweep(ledger)
-    ports = ports or free_ports(with_tier=arm.host is not None)
+    ports = ports or free_ports(arm.host.kind if arm.host else None)
     model_name = f"kvcliff-{session}-{secrets.token_hex(4)}"
     with _work_dir() as work_dir:
         commands = render(
@@ -107,8 +110,7 @@ def launch(
             cache_dir=cache_dir.resolve(), inherited=os.environ, transfer=transfer,
         )  # fmt: skip
         # On a GPU the memory must be back before the caller may start the next server.
-        is_gpu = arm.server.build == "gpu"
-        with gpu_memory.returned() if is_gpu else nullcontext(), serve(
+        with gpu_memory.returned(devices), serve(
             commands, ports=ports, model_name=model_name, log_stem=log_stem,
             ledger=Ledger(ledger, session=session, work=work_dir.name),
             work_dir=work_dir, deadline_s=deadline_s,

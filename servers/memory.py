@@ -20,7 +20,7 @@ def check_host_memory(arm: Arm) -> None:
     """LaunchError when the arm's host tier is larger than the memory a new process can get."""
     if arm.host is None:
         return
-    free = _free_memory_bytes()
+    free = free_memory_bytes()
     if arm.host.gib * GIB > free:
         raise LaunchError(
             f"arm {arm.name} asks for a host tier of {arm.host.gib:g} GiB, but "
@@ -29,7 +29,7 @@ def check_host_memory(arm: Arm) -> None:
         )
 
 
-def _free_memory_bytes() -> int:
+def free_memory_bytes() -> int:
     """Memory a new process can get: the machine's, or the control group's where that is less."""
     free = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")

@@ -4,12 +4,13 @@ import random
 import socket
 from pathlib import Path
 
+from servers.arms import TierKind
 from servers.command import HOST, Ports
 from servers.errors import LaunchError
 
 
-def free_ports(*, with_tier: bool) -> Ports:
-    """Ports on 127.0.0.1 nobody uses now, outside the range the kernel gives to clients.
+def free_ports(tier: TierKind | None = None) -> Ports:
+    """Ports for vLLM and ``tier`` that nobody uses now, outside the range the kernel gives clients.
 
     Inside that range any outgoing connection could take the port before the server binds it, and
     a client polling a port nobody listens on can even connect to itself.
@@ -17,7 +18,7 @@ def free_ports(*, with_tier: bool) -> Ports:
     low, high = _client_port_range()
     candidates = [*range(max(10_000, low - 15_000), low)] or [*range(high + 1, 65_536)]
     random.SystemRandom().shuffle(candidates)
-    wanted = 3 if with_tier else 1
+    wanted = {"lmcache-mp": 3, "lmcache": 2}.get(tier or "", 1)
     chosen: list[int] = []
     for port in candidates:
         if len(chosen) == wanted:
@@ -29,7 +30,8 @@ def free_ports(*, with_tier: bool) -> Ports:
             f"no {wanted} free TCP ports among {len(candidates)} tried on {HOST}",
             hint="end programs that hold ports, or widen what lies outside ip_local_port_range",
         )
-    return Ports(*chosen)
+    # LMCache in vLLM's process has no port for a connector, only its HTTP one.
+    return Ports(chosen[0], None, chosen[1]) if tier == "lmcache" else Ports(*chosen)
 
 
 def check_ports_free(ports: Ports) -> None:

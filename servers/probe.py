@@ -14,7 +14,7 @@ from typing import Any, Final
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from servers.arms import Arm, HostTier, ServerSpec
+from servers.arms import CONNECTORS, Arm, HostTier, ServerSpec
 from servers.command import CONNECTOR, is_local
 from servers.errors import LaunchError
 from servers.launch import Running
@@ -22,6 +22,9 @@ from sim.geometry import KvGeometry, host_bytes
 from sim.tiers import align_up
 
 _TIMEOUT_S: Final = 10.0
+_CACHE_INFO: Final = "vllm:cache_config_info"
+_SIMPLE_INFO: Final = "vllm:simple_kv_offload_info"
+_INFOS: Final = (_CACHE_INFO, _SIMPLE_INFO)
 # Log lines of vLLM 0.32 and LMCache 0.5.6. The class with the Upstream suffix is vLLM's own copy,
 # taken silently when lmcache's module does not import; it stores and rounds differently.
 _CREATED: Final = re.compile(r"Creating v1 connector with name: (\w+)")
@@ -29,6 +32,17 @@ _EXTERNAL: Final = "Using external LMCacheMPConnector"
 _UPSTREAM: Final = re.compile(
     r"LMCacheMPConnectorUpstream|External LMCacheMPConnector is not avail"
 )
+# The same for LMCache inside vLLM (``LMCacheConnectorV1.__init__``, option use_native).
+_VLLMS_COPY: Final = "Initializing native LMCache connector"
+# Its manager says so and goes on: every request is recomputed (LMCache ``LMCacheManager``; on a CPU
+# because of the first line, from ``CreateGPUConnector``).
+_DEGRADED: Final = re.compile(
+    r"No supported \w+ connector found|System will operate in degraded mode"
+)
+_IN_PROCESS_KEYS: Final = (
+    "chunk_size", "local_cpu", "max_local_cpu_size", "cache_policy", "save_unfull_chunk",
+    "use_layerwise", "enable_async_loading", "local_disk", "remote_url",
+)  # fmt: skip
 _TRANSFER: Final = re.compile(r"Creating transfer context \(device_type=\w+, mode=(\w+)\)")
 
 
@@ -36,14 +50,18 @@ _TRANSFER: Final = re.compile(r"Creating transfer context \(device_type=\w+, mod
 class ServerFacts:
     """What the servers say they are. None: there is no host tier, or it does not say.
 
-    ``num_gpu_blocks`` includes vLLM's null block. ``host_bytes``: capacity of the host tier.
-    ``transfer``: who copies KV, ``lmcache_driven`` or ``engine_driven``.
+    ``num_gpu_blocks`` includes vLLM's null block. ``host_bytes``: capacity of the host tier; what
+    vLLM's own offloading was given, for it does not say what it made of it. ``host_blocks``: the
+    same in blocks, where the simple offload says it. ``transfer``: who copies KV,
+    ``lmcache_driven`` or ``engine_driven``. ``unlike_modelled``: settings of LMCache inside vLLM
+    that change what it keeps, and are not those the predictor knows.
     """
 
     vllm_version: str
     lmcache_version: str | None
     num_gpu_blocks: int
     block_size: int
+    prefix_caching: bool | None
     connector: str | None = None
     transfer: str | None = None
     chunk_tokens: int | None = None
@@ -51,6 +69,8 @@ class ServerFacts:
     policy: str | None = None
     watermark: float | None = None
     evict_ratio: float | None = None
+    host_blocks: int | None = None
+    unlike_modelled: tuple[str, ...] = ()
 
 
 def probe(running: Running, arm: Arm) -> ServerFacts:
@@ -76,36 +96,81 @@ def probe(running: Running, arm: Arm) -> ServerFacts:
 
 
 def _facts(client: httpx.Client, running: Running, arm: Arm) -> ServerFacts:
-    cache = _cache_config(client, running.base_url)
     is_real = arm.server.build != "fake"
     log = running.logs["vllm"].text() if is_real else ""
+    if degraded := _DEGRADED.search(log):
+        raise LaunchError(
+            f"LMCache inside vLLM does not work: its log says {degraded[0]!r}",
+            hint="it needs a device LMCache has a connector for; every request would be recomputed",
+        )
+    page = _page(client, running.base_url)
+    cache = _cache_config(page)
     facts: dict[str, Any] = {
         "vllm_version": str(_json(client, f"{running.base_url}/version")["version"]),
         "lmcache_version": None,
         "num_gpu_blocks": int(cache["num_gpu_blocks"]),
         "block_size": int(cache["block_size"]),
-        "connector": _connector(log),
+        "prefix_caching": _as_bool(cache.get("enable_prefix_caching")),
+        # The fake has no log line to prove it by.
+        "connector": _connector(log) if is_real else arm.connector_class,
     }
-    if running.lmcache_url is not None:
-        facts |= _tier_facts(client, running.lmcache_url)
-        facts["transfer"] = match[1] if (match := _TRANSFER.search(log)) else None
-        if not is_real:
-            facts["connector"] = CONNECTOR  # the fake has no log line to prove it by
+    match arm.host.kind if arm.host else None:
+        case "lmcache-mp":
+            facts |= _server_facts(client, _lmcache_url(running))
+            facts["transfer"] = match[1] if (match := _TRANSFER.search(log)) else None
+        case "lmcache":
+            facts |= _in_process_facts(client, _lmcache_url(running))
+        case "native" | "simple":
+            facts |= _offload_facts(page, cache)
     return ServerFacts(**facts)
 
 
-def _cache_config(client: httpx.Client, base_url: str) -> Mapping[str, str]:
-    """Labels of vLLM's info metric on its KV cache."""
+def _as_bool(text: str | None) -> bool | None:
+    """A label that is Python's text of a bool."""
+    return {"True": True, "False": False}.get(text or "")
+
+
+def _lmcache_url(running: Running) -> str:
+    if running.lmcache_url is None:
+        raise ValueError("the arm has LMCache but the servers have no URL to ask it at")
+    return running.lmcache_url
+
+
+def _page(client: httpx.Client, base_url: str) -> Mapping[str, Mapping[str, str]]:
+    """Labels of each of vLLM's info metrics, by name."""
     response = client.get(f"{base_url}/metrics")
     response.raise_for_status()
-    for family in text_string_to_metric_families(response.text):
-        for sample in family.samples:
-            if sample.name == "vllm:cache_config_info":
-                return sample.labels
-    raise LaunchError(
-        "vLLM publishes no vllm:cache_config_info, so its KV capacity is unknown",
-        hint="install the supported vLLM version (make setup): README.md names it",
-    )
+    lines = [line for line in response.text.split("\n") if line.startswith(_INFOS)]
+    return {
+        sample.name: sample.labels
+        for family in text_string_to_metric_families("\n".join(lines) + "\n")
+        for sample in family.samples
+    }
+
+
+def _cache_config(page: Mapping[str, Mapping[str, str]]) -> Mapping[str, str]:
+    """Labels of vLLM's info metric on its KV cache: every field of its CacheConfig."""
+    if _CACHE_INFO not in page:
+        raise LaunchError(
+            f"vLLM publishes no {_CACHE_INFO}, so its KV capacity is unknown",
+            hint="install the supported vLLM version (make setup): README.md names it",
+        )
+    return page[_CACHE_INFO]
+
+
+def _offload_facts(
+    page: Mapping[str, Mapping[str, str]], cache: Mapping[str, str]
+) -> dict[str, Any]:
+    """What vLLM says of its own offloading: the GiB it was given, and the simple one's blocks.
+
+    vLLM 0.32 publishes no more (0.33 has ``vllm:kv_offload_config_info``).
+    """
+    size = cache.get("kv_offloading_size", "None")
+    blocks = page.get(_SIMPLE_INFO, {}).get("capacity_blocks")
+    return {
+        "host_bytes": None if size == "None" else host_bytes(float(size)),
+        "host_blocks": None if blocks is None else int(blocks),
+    }
 
 
 def _connector(log: str) -> str | None:
@@ -116,10 +181,36 @@ def _connector(log: str) -> str | None:
     if match is None:
         return None
     name = match[1]
+    if name == CONNECTORS["lmcache"] and _VLLMS_COPY in log:
+        return f"{name} of vLLM's own copy"
     return name if name != CONNECTOR or _EXTERNAL in log else f"{name} of unknown origin"
 
 
-def _tier_facts(client: httpx.Client, lmcache_url: str) -> dict[str, Any]:
+def _in_process_facts(client: httpx.Client, lmcache_url: str) -> dict[str, Any]:
+    """LMCache inside vLLM by its internal API (``v1/internal_api_server/vllm/conf_api.py``)."""
+    config = _json(client, f"{lmcache_url}/conf?names={','.join(_IN_PROCESS_KEYS)}")
+    if missing := sorted(set(_IN_PROCESS_KEYS) - set(config)):
+        raise LaunchError(
+            f"LMCache's /conf lacks {', '.join(missing)}: its effective settings are unknown",
+            hint="kvcliff knows LMCache 0.5.6; install the pinned versions (make setup)",
+        )
+    modelled = {"local_cpu": True} | dict.fromkeys(
+        ("save_unfull_chunk", "use_layerwise", "enable_async_loading", "local_disk", "remote_url")
+    )
+    return {
+        "lmcache_version": _lmcache_version(client, lmcache_url),
+        "chunk_tokens": int(config["chunk_size"]),
+        "host_bytes": host_bytes(float(config["max_local_cpu_size"])),
+        "policy": str(config["cache_policy"]),
+        "unlike_modelled": tuple(
+            f"{name} is {config[name]!r}, asked {value or False!r}"
+            for name, value in modelled.items()
+            if bool(config[name]) != bool(value)
+        ),
+    }
+
+
+def _server_facts(client: httpx.Client, lmcache_url: str) -> dict[str, Any]:
     config = _json(client, f"{lmcache_url}/config")
     try:
         manager = config["storage_manager"]["l1_manager_config"]
@@ -164,18 +255,13 @@ def _json(client: httpx.Client, url: str) -> dict[str, Any]:
 
 
 def _differences(facts: ServerFacts, arm: Arm) -> list[str]:
-    wanted: dict[str, object] = {
+    wanted = {
         "num_gpu_blocks": arm.server.num_gpu_blocks,
         "block_size": arm.server.block_size,
-        "connector": CONNECTOR if arm.host else None,
+        "prefix_caching": arm.prefix_caching,
+        "connector": arm.connector_class,
+        **_wanted_of_tier(arm.host),
     }
-    if arm.host is not None:
-        wanted |= {
-            "chunk_tokens": arm.host.chunk_tokens,
-            "policy": arm.host.policy,
-            "watermark": arm.host.watermark,
-            "evict_ratio": arm.host.evict_ratio,
-        }
     wrong = [
         f"{name} is {getattr(facts, name)!r}, asked {value!r}"
         for name, value in wanted.items()
@@ -183,7 +269,17 @@ def _differences(facts: ServerFacts, arm: Arm) -> list[str]:
     ]
     if arm.host is not None and not _holds_as_much(facts, arm.host, arm.server):
         wrong.append(f"host_bytes is {facts.host_bytes}, asked {host_bytes(arm.host.gib)}")
-    return wrong
+    return [*wrong, *facts.unlike_modelled]
+
+
+def _wanted_of_tier(host: HostTier | None) -> dict[str, object]:
+    """What the tier itself can be asked for; vLLM's own offloading tells no more than its size."""
+    if host is None or host.kind in ("native", "simple"):
+        return {}
+    wanted: dict[str, object] = {"chunk_tokens": host.chunk_tokens, "policy": host.policy}
+    if host.kind == "lmcache-mp":
+        wanted |= {"watermark": host.watermark, "evict_ratio": host.evict_ratio}
+    return wanted
 
 
 def _holds_as_much(facts: ServerFacts, host: HostTier, server: ServerSpec) -> bool:

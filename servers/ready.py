@@ -62,7 +62,7 @@ def _missing(
         if client.get(f"{base}/health").status_code != httpx.codes.OK:
             return "vLLM's /health is not 200"
         _check_ours(client, children[0], ports, model_name)
-        if ports.lmcache_http is not None:
+        if ports.lmcache_http is not None and ports.lmcache is not None:
             health = client.get(f"http://{HOST}:{ports.lmcache_http}/healthcheck")
             if health.status_code != httpx.codes.OK:
                 return "LMCache's /healthcheck is not 200"

@@ -1,9 +1,10 @@
-"""A small Qwen3 model of seeded random weights, so that real engines run anywhere, offline.
+"""Models written here, so that real engines run anywhere, offline.
 
-Sizes: 12,288 bytes of KV per token (float32), which puts a host load and a GPU hit clearly apart
-from recomputation on a CPU. Weights are drawn with a standard deviation that makes the outputs
-depend on the prompt: with vLLM's dummy weights (about 1e-3) every log-probability is -ln(vocab) and
-"the arms answer alike" would prove nothing.
+A small Qwen3 of seeded random weights; and folders without weights, for ``--load-format dummy``.
+The small one keeps 12,288 bytes of KV per token (float32), which puts a host load and a GPU hit
+clearly apart from recomputation on a CPU. Its weights are drawn with a standard deviation that
+makes the outputs depend on the prompt: with vLLM's dummy weights (about 1e-3) every log-probability
+is -ln(vocab) and "the arms answer alike" would prove nothing.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,13 +54,47 @@ def write_tiny_model(folder: Path) -> Path:
     an old file. The folder appears whole or not at all; two processes may write it at once.
     Raises OSError when ``folder`` cannot be written.
     """
-    final = folder / f"tiny-qwen3-{recipe_version()}"
+    return _appear(folder / f"tiny-qwen3-{recipe_version()}", _write_files)
+
+
+def write_dummy_model(config: bytes, folder: Path) -> Path:
+    """A model folder below ``folder`` of this config.json, with a tokenizer and no weights.
+
+    It is enough for ``--load-format dummy``: vLLM reads only shape and tokenizer. The tokenizer has
+    a word for every id of ``vocab_size``. Raises ValueError for a config without one, OSError when
+    ``folder`` cannot be written.
+    """
+    content = json.loads(config)
+    vocab_size = content.get("vocab_size")
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise ValueError(f"config.json has vocab_size={vocab_size!r}: no tokenizer can be written")
+    # The first words of the tokenizer stand for all of it: their form is the same for every size.
+    recipe = config + json.dumps([tokenizer_json(2), _tokenizer_config(0)]).encode()
+    name = f"dummy-{hashlib.sha256(recipe).hexdigest()[:12]}"
+    longest = content.get("max_position_embeddings")
+
+    def write(draft: Path) -> None:
+        (draft / "config.json").write_bytes(config)
+        _write_json(draft / "tokenizer.json", tokenizer_json(vocab_size))
+        # transformers takes a tokenizer without a length for an endless one.
+        _write_json(draft / "tokenizer_config.json", _tokenizer_config(longest or 2**31))
+
+    return _appear(folder / name, write)
+
+
+def _appear(final: Path, write: Callable[[Path], None]) -> Path:
+    """``final``, made whole by ``write`` in a folder beside it if it is not there yet."""
     if final.is_dir():
         return final
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".tiny-", dir=folder))
+    final.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=final.parent))
     try:
-        _write_files(draft)
+        write(draft)
+        for path in draft.iterdir():
+            # A crash after the rename must not leave a complete-looking folder of empty files.
+            path.chmod(0o644)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         # mkdtemp made it private; the model is no secret and a second user may share the cache.
         draft.chmod(0o755)
         try:
@@ -77,18 +113,18 @@ def recipe_version() -> str:
     recipe = {
         "config": CONFIG,
         "tokenizer": tokenizer_json(),
-        "tokenizer_config": _tokenizer_config(),
+        "tokenizer_config": _tokenizer_config(CONFIG["max_position_embeddings"]),
         "weights": ["numpy PCG64 standard_normal float32", WEIGHT_SEED, WEIGHT_STD],
     }
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def token_text(token_id: int) -> str:
-    """The visible ASCII word of one token id: ``t000`` … ``t511``."""
+    """The visible ASCII word of one token id: ``t000`` … ``t511`` …"""
     return f"t{token_id:03d}"
 
 
-def tokenizer_json() -> dict[str, Any]:
+def tokenizer_json(vocab_size: int = VOCAB_SIZE) -> dict[str, Any]:
     """A word-level ``tokenizer.json``: every token is visible ASCII and decodes by itself.
 
     A byte-level vocabulary would make most random tokens halves of UTF-8 characters, whose first
@@ -106,33 +142,30 @@ def tokenizer_json() -> dict[str, Any]:
         "decoder": None,
         "model": {
             "type": "WordLevel",
-            "vocab": {token_text(i): i for i in range(VOCAB_SIZE)},
+            "vocab": {token_text(i): i for i in range(vocab_size)},
             "unk_token": token_text(0),
         },
     }
 
 
-def _tokenizer_config() -> dict[str, Any]:
+def _tokenizer_config(longest: int) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": CONFIG["max_position_embeddings"],
+        "model_max_length": longest,
     }
 
 
 def _write_files(folder: Path) -> None:
-    for name, content in (
-        ("config.json", CONFIG),
-        ("tokenizer.json", tokenizer_json()),
-        ("tokenizer_config.json", _tokenizer_config()),
-    ):
-        (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    _write_json(folder / "config.json", CONFIG)
+    _write_json(folder / "tokenizer.json", tokenizer_json())
+    longest = CONFIG["max_position_embeddings"]
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(longest))
     save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
-    for path in folder.iterdir():
-        # A crash after the rename must not leave a complete-looking folder of empty files.
-        path.chmod(0o644)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _weights() -> dict[str, npt.NDArray[np.float32]]:

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.journal import PredictedRow, Row
-from harness.plan import Plan, parse_plan
+from harness.plan import Plan
+from harness.plan_files import parse_plan
 
 PLAN_TOML = """
 schema = 1
@@ -21,12 +22,15 @@ warmup_documents = 1
 seed = 1
 vocab = [64, 448]
 [server]
+engine = "0.32.0"
 build = "fake"
 dtype = "float32"
 block_size = 32
 num_gpu_blocks = 18
 max_num_batched_tokens = 1024
 max_model_len = 544
+[arms.lmcache]
+tier = "lmcache-mp"
 [host]
 gib = 0.1
 """
@@ -58,7 +62,7 @@ def make_record(**changed: Any) -> dict[str, Any]:
         "prompt_host_loaded": host_loaded or 0,
     }
     record = {
-        "config": "baseline", "pass": "pass1-cold", "doc": 0, "doc_tokens": 512,
+        "config": "baseline", "connector": None, "pass": "pass1-cold", "doc": 0, "doc_tokens": 512,
         "ttft_ms": 100.0, "total_ms": 110.0, "schema": 1, "run": "r", "session": "01-baseline",
         "order": 1, "seq": seq, "phase": "measure", "prompt_tokens": 520, "output_tokens": 2,
         "computed": computed, "gpu_hit": gpu_hit, "host_loaded": host_loaded,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.plan import planned_keys
-from tests.factory import PLAN_TOML, make_plan, make_prediction, make_record, make_row
+from harness.plan_files import parse_plan
+from tests.factory import PLAN_TOML, make_prediction, make_record, make_row
 
 Ttft = Callable[[int, str, str, int], float]
 """(position 1 first, arm, pass, document) → ms."""
@@ -20,14 +21,23 @@ def helps(_position: int, arm: str, pass_name: str, _doc: int) -> float:
     return 10.0 if arm == "lmcache" and pass_name == "pass2-replay" else 100.0
 
 
-def write_run(results: Path, name: str = "20260101T000000Z-two-docs", ttft: Ttft = helps) -> Path:
-    """The folder ``results/name``: 4 sessions of 2 documents, 2 passes and 1 warm-up request."""
+def write_run(
+    results: Path,
+    name: str = "20260101T000000Z-two-docs",
+    ttft: Ttft = helps,
+    *,
+    toml: str = PLAN_TOML,
+) -> Path:
+    """The folder ``results/name``: 4 sessions of 2 documents, 2 passes and 1 warm-up request.
+
+    Or as many as the plan ``toml`` asks for, of the same shape.
+    """
     folder = results / name
     folder.mkdir(parents=True)
-    (folder / "plan.toml").write_text(PLAN_TOML, encoding="utf-8")
+    (folder / "plan.toml").write_text(toml, encoding="utf-8")
     sessions: dict[str, list[dict[str, Any]]] = {}
     predictions = []
-    for session, pass_name, doc in planned_keys(make_plan()):
+    for session, pass_name, doc in planned_keys(parse_plan(toml.encode(), where="plan.toml")):
         rows = sessions.setdefault(session, [])
         record = _record(name, session, pass_name, doc, seq=len(rows) + 1, ttft=ttft)
         record = _following(rows[-1] if rows else None, record)

@@ -37,6 +37,8 @@ max_model_len = 1024
 gib = 0.25
 [control]
 num_gpu_blocks = 200
+[arms.lmcache]
+tier = "lmcache-mp"
 """
 CHUNK_BYTES = 256 * 12_288  # tokens a chunk x KV bytes a token of the tiny model
 

@@ -19,6 +19,7 @@ from servers.fake import FakeServer, FakeSpec
 from servers.fake_script import BEHAVIOURS, parse_script
 
 ROOT = Path(__file__).parents[2]
+FAKE_FILES = ("fake.py", "fake_engine.py", "fake_tiers.py")
 RECORDED = ROOT / "tests/unit/vllm-0.32.0-stream.sse"
 # 5 usable blocks of 32 hold one prompt of 150 tokens; chunks of 64: two of them per prompt.
 SMALL = FakeSpec(model_name="m", num_gpu_blocks=6, host_chunks=40, chunk_tokens=64)
@@ -163,7 +164,8 @@ def test_identity_of_the_server_is_what_it_was_started_with(fake_server):
     assert get(f"{url}/version").json() == {"version": "0.32.0"}
     assert get(f"{url}/health").status_code == 200
     text = get(f"{url}/metrics").text
-    assert 'block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="6"' in text
+    labels = 'enable_prefix_caching="True",engine="0",kv_offloading_size="None",num_gpu_blocks="6"'
+    assert f'vllm:cache_config_info{{block_size="32",{labels}}} 1' in text
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,7 @@ def test_rule_that_could_never_act_is_rejected(rule, message):
 
 
 def test_every_documented_behaviour_is_one_the_server_acts_on():
-    code = "".join((ROOT / "servers" / name).read_text() for name in ("fake.py", "fake_engine.py"))
+    code = "".join((ROOT / "servers" / name).read_text() for name in FAKE_FILES)
     assert [name for name in BEHAVIOURS if f'"{name}"' not in code] == []
 
 

@@ -84,7 +84,7 @@ def stub(
     folder: Path, code: str, *, deadline_s: float = 10.0, seed: str = "0"
 ) -> Iterator[Running]:
     """``serve`` with a program of the test's own in vLLM's place; {port} is its port."""
-    ports = free_ports(with_tier=False)
+    ports = free_ports()
     program = folder / "stub.py"
     program.write_text(textwrap.dedent(code).replace("{port}", str(ports.vllm)))
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
@@ -409,7 +409,7 @@ def test_a_stranger_that_takes_the_port_later_is_not_taken_for_ours(tmp_path: Pa
 
 def test_chosen_ports_are_free_different_and_outside_the_clients_range():
     # A55: inside it, any outgoing connection may take the port before the server does.
-    ports = free_ports(with_tier=True)
+    ports = free_ports("lmcache-mp")
     chosen = {ports.vllm, ports.lmcache, ports.lmcache_http}
     assert len(chosen) == 3
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()

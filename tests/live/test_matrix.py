@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.experiment import Experiment
 from harness.findings import find
 from harness.journal import Row
-from harness.plan import Experiment, preset_names, read_plan
+from harness.plan_files import preset_names, read_plan
 from harness.reconcile import Reconciliation, reconcile
 from harness.runfolder import RunFolder
 from scripts.matrix import PLANS

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness.evidence import publish
+from harness.importing import import_rows
 from harness.report import write_report
 from harness.runfolder import RunFolder
 from tests.live.browser import Browser, find_chromium
@@ -144,7 +145,10 @@ def test_every_number_on_the_page_is_the_one_in_the_published_files(
             found = found[int(step)] if isinstance(found, list) else found[step]
         assert json.loads(value) == found, pointer
         seen = float(text.replace(",", "").replace("−", "-"))
-        tolerance = {"ms": 0.0500001 if abs(found) < 1_000 else 0.5, "ratio": 0.0050001}
+        tolerance = {
+            "ms": 0.0500001 if abs(found) < 1_000 else 0.5, "ratio": 0.0050001,
+            "gib": 0.005 * found,
+        }  # fmt: skip
         assert abs(seen - found) <= tolerance.get(kind, 0), (pointer, text)
 
 
@@ -175,6 +179,58 @@ def test_every_chart_has_a_text_alternative_and_every_wide_table_can_be_reached_
     steps = itertools.pairwise(headings)
     assert headings[0] == 1
     assert all(after - before <= 1 for before, after in steps)
+
+
+def test_names_of_190_characters_widen_no_page(browser: Browser, tmp_path: Path) -> None:
+    rows = [
+        {"config": arm, "pass": name, "doc": doc, "doc_tokens": 512, "ttft_ms": 100.0 + doc,
+         "total_ms": 300.0, "session": f"{i}-{arm}"[:200]}
+        for i, arm in enumerate(["baseline", "a" * 190, "control"])
+        for name in ("p" * 190, "pass2-replay")
+        for doc in range(3)
+    ]  # fmt: skip
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = import_rows(tmp_path / "t.jsonl", tmp_path)
+    write_report(folder, folder / "report.html")
+    for width in (1280, 390):
+        browser.said.clear()
+        browser.show(folder / "report.html", width=width)
+        assert browser.evaluate("document.documentElement.scrollWidth") == width
+        assert browser.said == []
+
+
+def test_a_narrow_log_axis_has_two_labels_or_more(browser: Browser, tmp_path: Path) -> None:
+    rows = [
+        {"config": arm, "pass": "pass2-replay", "doc": doc, "doc_tokens": 512,
+         "ttft_ms": 110.0 + doc, "total_ms": 300.0}
+        for arm in ("baseline", "lmcache")
+        for doc in range(3)
+    ]  # fmt: skip
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = import_rows(tmp_path / "t.jsonl", tmp_path)
+    write_report(folder, folder / "report.html")
+    for width in (1280, 390):
+        browser.show(folder / "report.html", width=width)
+        labels = browser.evaluate(
+            "[...document.querySelectorAll('[data-kind=ttft] .role-axis, [data-kind=paired] "
+            ".role-axis')].map(a => [...a.querySelectorAll('.role-axis-label text')]"
+            ".filter(t => t.textContent && +getComputedStyle(t).opacity).length)"
+            ".filter(n => n > 0)"
+        )
+        assert len(labels) == 4  # two charts of two axes
+        assert min(labels) >= 2
+
+
+def test_every_data_cell_has_a_header_for_its_row_and_its_column(
+    run: Path, browser: Browser
+) -> None:
+    browser.show(run / "report.html", width=1280)
+    without = browser.evaluate(
+        "[...document.querySelectorAll('main tbody tr')].filter(r => !r.querySelector('th')"
+        " && !r.querySelector('td[colspan]')).length"
+    )
+    assert without == 0
+    assert browser.evaluate("[...document.querySelectorAll('main th')].every(t => t.scope)")
 
 
 def test_a_page_with_hostile_names_shows_them_as_text_and_runs_nothing(

@@ -505,3 +505,32 @@ def _wait_until_gone(run: Path) -> None:
     while leftovers(run / "processes.jsonl"):
         assert time.monotonic() < until, "servers outlived the harness by a minute"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("label", "loaded"),
+    [("lmcache-mp", 512), ("lmcache", 512), ("native", 512), ("simple", 512), ("none", 0)],
+)
+def test_every_arm_runs_the_whole_path_and_reconciles(
+    label: str, loaded: int, plan: Path, kvcliff: Kvcliff, tmp_path: Path
+) -> None:
+    order = f'order = ["baseline", "{label}", "{label}", "baseline"]'
+    lines = PLAN_TOML.replace('order = ["baseline", "lmcache", "lmcache", "baseline"]', order)
+    plan.write_text(lines.replace('[arms.lmcache]\ntier = "lmcache-mp"\n', ""))
+    done = kvcliff("run", "plan.toml")
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "results").iterdir()
+    content = json.loads((run / "reconcile.json").read_text())
+    assert content["requests_reconciled"] == content["requests_planned"] == 4 * REQUESTS
+    assert content["findings"] == []
+    exact = {
+        request["why_not_predicted"] is None
+        for request in content["requests"]
+        if label in request["session"]
+    }
+    assert exact == {label != "simple"}
+    rows = read_journal(run / f"journal-02-{label}.jsonl")
+    replay = [row for row in rows if row.pass_name == "pass2-replay"]
+    assert [row.host_loaded for row in replay] == [loaded, loaded]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["compared"] == ["baseline", label]

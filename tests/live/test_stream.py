@@ -1,9 +1,13 @@
 """The streaming client against the scripted loopback server: real sockets, bytes and delays."""
 
+import contextlib
+import itertools
 import json
+import socket
 import statistics
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -350,6 +354,49 @@ def test_hanging_stream_ends_at_its_deadline_and_the_next_request_works(fake_ser
     assert result.error == "deadline: the stream had not ended after 0.4 s; 2 events had arrived"
     assert (result.complete, result.ttft_ms) == (False, None)
     assert ask(server, deadline_s=5).complete
+
+
+@pytest.fixture
+def dribbling_head() -> Iterator[Callable[[int], str]]:
+    """A server whose answer number ``n`` (first is 1) has a head that never ends, a byte at a time."""
+    over = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def answer(connection: socket.socket, first_bad: int) -> None:
+        with connection, contextlib.suppress(OSError):
+            for number in itertools.count(1):
+                if not connection.recv(65536):
+                    return
+                if number == first_bad:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nserver: ")
+                    while not over.wait(0.02):
+                        connection.sendall(b"x")
+                    return
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+    def serve(first_bad: int) -> None:
+        with contextlib.suppress(OSError):
+            answer(listener.accept()[0], first_bad)
+
+    def start(first_bad: int) -> str:
+        threads.append(threading.Thread(target=serve, args=(first_bad,)))
+        threads[-1].start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield start
+    over.set()
+    listener.close()
+    for thread in threads:
+        thread.join(5)
+
+
+@pytest.mark.parametrize("first_bad", [1, 2], ids=["of the check before", "of the answer"])
+def test_a_head_that_never_ends_is_cut_at_the_deadline(dribbling_head, ask, first_bad):
+    began = time.monotonic()
+    result = ask(dribbling_head(first_bad), deadline_s=0.3)
+    assert time.monotonic() - began < 2
+    assert result.error == "deadline: the stream had not ended after 0.3 s; 0 events had arrived"
 
 
 def test_dribbling_stream_ends_at_its_deadline_although_each_read_is_quick(fake_server, ask):

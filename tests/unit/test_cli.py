@@ -32,7 +32,7 @@ def kvcliff(*words: str) -> int:
         (["plan", "a.toml", "b.toml"], "unexpected extra argument"),
         (["reconcile"], "Missing argument"),
         (["plan", "nope.toml"], "cannot read the plan 'nope.toml'"),
-        (["run", "nope"], "presets: demo"),
+        (["run", "nope"], "presets: big-8b, demo"),
         (["reconcile", "nowhere"], "nowhere is not a run folder"),
         (["summarize", "nowhere"], "nowhere is not a run folder"),
         (["run", "--resume", "nowhere"], "nowhere is not a run folder"),
@@ -164,3 +164,52 @@ def test_a_cache_folder_that_cannot_be_made_is_an_environment_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert kvcliff("plan") == 3
     assert "XDG_CACHE_HOME" in capsys.readouterr().err
+
+
+def test_predict_says_why_a_line_is_refused_and_what_is_assumed_and_exits_with_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    spec = {"engine": "0.40.0", "block_size": 4, "num_gpu_blocks": 4, "max_batched_tokens": 64}
+    good, large = {"prompt": [1], "output_len": 1}, {"prompt": [1] * 40, "output_len": 1}
+    (tmp_path / "s.json").write_text(json.dumps(spec))
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, (good, large, good))))
+    assert kvcliff("predict", "s.json", "r.jsonl") == 1
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    assert ["computed" in row for row in rows] == [True, False, True]
+    assert "10 blocks" in rows[1]["error"]
+    assert "rules of 0.33 assumed" in captured.err
+    assert "not predicted: 1 of the requests" in captured.err
+    (tmp_path / "r.jsonl").write_text(json.dumps(good))
+    assert kvcliff("predict", "s.json", "r.jsonl") == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (None, "run is no folder"),
+        ("", "run holds no journal-"),
+        ("journal-01-baseline.jsonl", "run: its 1 journals hold no row"),
+    ],
+)
+def test_latency_says_what_it_misses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, make: str | None, said: str
+) -> None:
+    if make is not None:
+        (tmp_path / "run").mkdir()
+        if make:
+            (tmp_path / "run" / make).write_bytes(b"")
+    assert kvcliff("latency", "run") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_with_nothing_to_load_shows_no_size_that_serves_it_in_full(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # Documents of 200 tokens, chunks of 256: no host tier of any size loads anything.
+    text = PLAN_TOML.replace("document_tokens = 512", "document_tokens = 200")
+    (tmp_path / "my.toml").write_text(text)
+    assert kvcliff("plan", "my.toml") == 0
+    out = capsys.readouterr().out
+    assert "nothing to serve" in " ".join(out.split())
+    assert "0 chunks, 0 tokens" not in out

@@ -8,11 +8,12 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from servers.arms import Arm, Build, HostTier, ServerSpec
+from servers.arms import TIER_KINDS, Arm, Build, HostTier, ServerSpec, TierKind
 from servers.command import Command, Ports, difference, is_local, render
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -56,9 +57,27 @@ def vllm(arm: Arm, inherited: dict[str, str] | None = None) -> Command:
     return rendered(arm, inherited)[0]
 
 
+def tier(kind: TierKind, build: Build) -> Arm:
+    chunk = spec(build).block_size if kind in ("native", "simple") else 256
+    return Arm(kind, spec(build), HostTier(gib=0.5, kind=kind, chunk_tokens=chunk))
+
+
+def own(build: Build) -> Arm:
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    return Arm("own", spec(build), env={"VLLM_X": "1"}, flags=("--seed", "3"), connector=connector)
+
+
+ARMS = {
+    "baseline": baseline,
+    "none": lambda build: Arm("none", spec(build), prefix_caching=False),
+    **{kind: partial(tier, kind) for kind in TIER_KINDS},
+    "own": own,
+}
+
+
 @pytest.mark.parametrize("build", ["cpu", "gpu"])
-@pytest.mark.parametrize("arm", [baseline, lmcache])
-def test_commands_are_the_golden_ones(build: Build, arm):
+@pytest.mark.parametrize("name", ARMS)
+def test_commands_are_the_golden_ones(build: Build, name: str):
     shown = [
         {
             "role": command.role,
@@ -66,20 +85,63 @@ def test_commands_are_the_golden_ones(build: Build, arm):
             "env": dict(sorted(command.env.items())),
             "env_diff": command.env_diff,
         }
-        for command in rendered(arm(build))
+        for command in rendered(ARMS[name](build))
     ]
-    golden = GOLDENS / f"command-{build}-{arm.__name__}.json"
+    golden = GOLDENS / f"command-{build}-{name}.json"
     if os.environ.get("KVCLIFF_WRITE_GOLDENS"):
         golden.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
     assert shown == json.loads(golden.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("build", ["cpu", "gpu"])
-def test_arms_differ_in_the_connector_alone(build: Build):
-    without, (with_tier, _) = vllm(baseline(build)), rendered(lmcache(build))
-    assert with_tier.argv[:-2] == without.argv
-    assert with_tier.argv[-2] == "--kv-transfer-config"
-    assert with_tier.env == without.env
+@pytest.mark.parametrize("name", ["lmcache-mp", "lmcache", "native", "simple", "own"])
+def test_an_arm_is_the_baseline_and_then_its_own_factor(build: Build, name: str):
+    without, with_tier = vllm(baseline(build)), vllm(ARMS[name](build))
+    assert with_tier.argv[: len(without.argv)] == without.argv
+    assert with_tier.argv != without.argv
+    added = {
+        "lmcache": {
+            "LMCACHE_LOCAL_CPU": "True",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5",
+            "LMCACHE_CHUNK_SIZE": "256",
+            "LMCACHE_CACHE_POLICY": "LRU",
+            # Worker 0 of its HTTP server listens on the start + 1: on the tier's own HTTP port.
+            "LMCACHE_INTERNAL_API_SERVER_ENABLED": "True",
+            "LMCACHE_INTERNAL_API_SERVER_HOST": "127.0.0.1",
+            "LMCACHE_INTERNAL_API_SERVER_PORT_START": "21001",
+            "LMCACHE_INTERNAL_API_SERVER_INCLUDE_INDEX_LIST": "1",
+        },
+        "simple": {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"},
+        "own": {"VLLM_X": "1"},
+    }
+    assert dict(with_tier.env) == dict(without.env) | added.get(name, {})
+
+
+@pytest.mark.parametrize("build", ["cpu", "gpu"])
+def test_without_prefix_cache_one_word_differs(build: Build):
+    pairs = zip(vllm(baseline(build)).argv, vllm(ARMS["none"](build)).argv, strict=True)
+    assert [pair for pair in pairs if pair[0] != pair[1]] == [
+        ("--enable-prefix-caching", "--no-enable-prefix-caching")
+    ]
+
+
+def test_only_the_lmcache_server_is_a_second_process():
+    roles = {name: [c.role for c in rendered(ARMS[name]("gpu"))] for name in ARMS}
+    assert roles.pop("lmcache-mp") == ["vllm", "lmcache"]
+    assert set(map(tuple, roles.values())) == {("vllm",)}
+
+
+def test_an_eager_server_is_asked_for_once_on_either_build():
+    for build in ("cpu", "gpu"):
+        eager = replace(baseline(build), server=replace(spec(build), eager=True))
+        assert vllm(eager).argv.count("--enforce-eager") == 1
+    assert "--enforce-eager" not in vllm(baseline("gpu")).argv
+
+
+def test_dummy_weights_are_asked_for_in_every_process_that_loads_them():
+    made_up = replace(baseline(), server=replace(spec("cpu"), load_format="dummy"))
+    argv = vllm(made_up).argv
+    assert argv[argv.index("--load-format") + 1] == "dummy"
 
 
 def test_the_connector_is_pointed_at_the_tiers_own_port():

@@ -99,9 +99,12 @@ def handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
             if answer.code == 0:  # accept, then say nothing until the test is over
                 stub.gate.wait(10)
                 return
-            if answer.code == 1:  # a byte of a page that never ends, again and again
-                self.send_response(200)
-                self.end_headers()
+            if answer.code in (1, 2):  # a byte of a page (2: of its head) that never ends
+                if answer.code == 1:
+                    self.send_response(200)
+                    self.end_headers()
+                else:
+                    self.wfile.write(b"HTTP/1.0 200 OK\r\nserver: ")
                 with contextlib.suppress(OSError):
                     while not stub.gate.wait(0.05):
                         self.wfile.write(b"#")
@@ -868,9 +871,12 @@ def test_a_server_that_is_gone_ends_the_wait_at_once_without_a_reading(
     assert "127.0.0.1:1/metrics" in settled.unsettled
 
 
-def test_a_page_that_dribbles_for_ever_cannot_hold_a_settle_past_its_deadline(vllm: Stub) -> None:
+@pytest.mark.parametrize("code", [1, 2], ids=["body", "head"])
+def test_a_page_that_dribbles_for_ever_cannot_hold_a_settle_past_its_deadline(
+    vllm: Stub, code: int
+) -> None:
     before = at(vllm, None, "before")
-    vllm.script["/metrics"] = [Answer("", code=1)]
+    vllm.script["/metrics"] = [Answer("", code=code)]
     begun = time.monotonic()
     settled = settle(vllm, None, before, deadline_s=0.05)
     assert time.monotonic() - begun < 4

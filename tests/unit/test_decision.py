@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,72 @@ def test_a_tier_that_saves_nothing_never_breaks_even() -> None:
 
 def test_no_effect_is_not_supported() -> None:
     assert decided(journal(flat))["verdict"] == "not supported"
+
+
+def renamed(rows: list[Row], name: str) -> list[Row]:
+    return [
+        row.model_copy(
+            update={"config": name, "session": row.session.replace("lmcache", name)}
+            if row.config == "lmcache"
+            else {}
+        )
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("name", ["native", "none", "my-own"])
+def test_the_decision_is_about_the_treatment_by_its_own_name(name: str) -> None:
+    decision = decided(renamed(journal(helps), name))
+    assert decision["verdict"] == "supported"
+    assert decision["claim"] == (
+        f"{name} lowers TTFT in pass2-replay: baseline ÷ {name} is at least 1.1"
+    )
+    assert set(decision["cost"]["settle_after_store_ms"]) == {"baseline", name}
+
+
+def test_a_treatment_without_a_host_tier_is_not_asked_about_one() -> None:
+    # The prefix cache off is measured where the working set fits the GPU tier.
+    sizes = replace(SIZES, gpu_tokens=6 * 512, host_tokens=None, host_gib=None)
+    decision = decided(renamed(journal(flat), "none"), sizes=sizes)
+    assert (decision["verdict"], decision["cost"]["host_gib"]) == ("not supported", None)
+    assert not [line for line in decision["not_established"] if "tier" in line]
+
+
+def test_several_arms_beside_the_baseline_decide_nothing_and_say_so() -> None:
+    decision = decided(journal(flat, ("baseline", "a", "b", "baseline")), sizes=None)
+    assert codes(decision) == ["several-treatments"]
+    assert "a, b were measured next to baseline" in decision["because"]
+    assert decision["claim"] == "Nothing is compared with baseline"
+
+
+def test_the_one_of_several_that_is_compared_is_named() -> None:
+    rows = journal(helps, ("baseline", "lmcache", "other", "lmcache", "baseline"))
+    decision = decided(rows, sizes=None)
+    assert decision["verdict"] == "supported"
+    assert (
+        "How other compares with the baseline: only lmcache is compared."
+        in (decision["not_established"])
+    )
+
+
+WITH_CONTROL = replace(SIZES, has_control=True)
+
+
+def test_a_control_that_the_plan_has_and_nobody_measured_decides_nothing() -> None:
+    assert decided(journal(helps), sizes=WITH_CONTROL)["verdict"] == "supported"
+    decision = decided(journal(helps, A_B_B_A), sizes=WITH_CONTROL)
+    assert (decision["verdict"], codes(decision)) == ("not decided", ["missing-control"])
+
+
+@pytest.mark.parametrize("failing", ["pass1-cold", "pass2-replay"])
+def test_a_control_without_a_complete_request_in_a_pass_decides_nothing(failing: str) -> None:
+    def broken(position: int, arm: str, pass_name: str, doc: int) -> float | None:
+        is_lost = arm == "control" and pass_name == failing
+        return None if is_lost else helps(position, arm, pass_name, doc)
+
+    decision = decided(journal(broken), sizes=WITH_CONTROL)
+    assert (decision["verdict"], codes(decision)) == ("not decided", ["missing-control"])
+    assert f"{failing}: all 6 failed" in decision["because"]
 
 
 def test_an_effect_in_one_session_of_the_tier_only_is_not_decided() -> None:

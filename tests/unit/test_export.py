@@ -122,3 +122,31 @@ def test_parquet_holds_every_measured_row_with_its_types(run: Path, tmp_path: Pa
     assert table.num_rows == len(csv_path.read_text().splitlines()) - 1 > 0
     assert str(table.schema.field("ttft_ms").type) == "double"
     assert str(table.schema.field("computed").type) == "int64"
+
+
+def test_an_interrupted_parquet_leaves_the_old_file(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow.parquet
+
+    out = tmp_path / "rows.parquet"
+    out.write_bytes(b"old")
+
+    def full(_table: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(run, "parquet", out)
+    assert out.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_folder_that_is_not_there_is_named_as_the_user_named_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"^nowhere/rows cannot be written: there is no folder no"):
+        export(run, form, Path("nowhere/rows"))

@@ -1,11 +1,13 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.findings import Finding, find, has_failed, reconcile_json
-from harness.journal import PredictedRow, Row
-from harness.reconcile import Reconciliation, join
+from harness.account import account_of
+from harness.findings import Finding, find, has_failed
+from harness.journal import PREDICTED_NUMBERS, PredictedRow, Row
+from harness.reconcile import Reconciled, Reconciliation, join
 from tests.factory import failed, make_plan, make_prediction, make_row
 
 PLAN = make_plan(
@@ -57,8 +59,15 @@ def run_of(
     expected = predictions or [make_prediction(row) for row in rows]
     sessions = SERVERS if facts is None else {**SERVERS, **facts}
     keys = [p.key for p in expected] if planned is None else planned
-    requests = join(keys, {r.key: r for r in rows}, {p.key: p for p in expected})
+    requests = joined(keys, rows, expected)
     return Reconciliation("run", Path("results/run"), PLAN, {"sessions": sessions}, requests, notes)
+
+
+def joined(
+    keys: list[tuple[str, str, int]], rows: list[Row], predictions: list[PredictedRow]
+) -> tuple[Reconciled, ...]:
+    place = {key: i for i, key in enumerate(keys)}
+    return tuple(join(keys, rows, predictions, place=place.get))
 
 
 def codes(run: Reconciliation) -> list[str]:
@@ -135,8 +144,8 @@ def test_a_deleted_prediction_does_not_shrink_what_was_planned() -> None:
     rows = sound_rows()
     run = run_of(rows, predictions=[*map(make_prediction, rows[:2])], planned=[r.key for r in rows])
     assert codes(run) == ["missing-predictions"]
-    content = reconcile_json(run, find(run))
-    assert (content["requests_planned"], content["requests_reconciled"]) == (3, 2)
+    account = account_of(run.requests, first_pass="pass1-cold")
+    assert (account.planned, account.reconciled) == (3, 2)
 
 
 def test_a_prediction_nobody_planned_is_an_error() -> None:
@@ -232,6 +241,17 @@ def test_outputs_that_never_vary_prove_nothing() -> None:
     assert codes(run_of(rows)) == ["outputs-constant"]
 
 
+def test_outputs_of_dummy_weights_are_not_judged_and_that_is_said() -> None:
+    # Neither that they never vary nor that they differ says anything.
+    rows = [row.model_copy(update={"output_sha256": "same"}) for row in sound_rows()]
+    model = PLAN.model.model_copy(update={"weights": "dummy"})
+    dummy = PLAN.model_copy(update={"model": model})
+    for outputs in (rows, [*sound_rows()[:2], tier_row(output_sha256="other")]):
+        finding = the_finding(replace(run_of(outputs), plan=dummy))
+        assert (finding.code, finding.severity) == ("outputs-meaningless", "warning")
+        assert "outputs of 2 prompts say nothing" in finding.message
+
+
 def test_arms_with_different_kv_capacity_are_an_error_naming_both() -> None:
     # A43, A57
     facts = {"02-lmcache": {"facts": {**TIER_FACTS, "num_gpu_blocks": 30}}}
@@ -247,7 +267,10 @@ def test_the_controls_larger_gpu_tier_is_not_a_difference() -> None:
 
 def test_an_engine_upgraded_between_sessions_is_an_error() -> None:
     facts = {"02-lmcache": {"facts": {**TIER_FACTS, "vllm_version": "0.33.0"}}}
-    assert codes(run_of(sound_rows(), facts=facts)) == ["servers-differ"]
+    assert codes(run_of(sound_rows(), facts=facts)) == [
+        "servers-unlike-plan",
+        "servers-differ",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -307,3 +330,49 @@ def test_a_torn_journal_is_said() -> None:
     assert codes(run_of(sound_rows(), notes=("j.jsonl: the last line has no line end",))) == [
         "torn-journal"
     ]
+
+
+def native_run(rows: list[Row], **unknown: str) -> Reconciliation:
+    """Like ``run_of`` with vLLM's own offloading as the tier; ``unknown``: why no prediction."""
+    plan = make_plan(order='order = ["baseline", "native", "native", "baseline"]')
+    native = {**TIER_FACTS, "connector": "OffloadingConnector"}
+    sessions = {"01-baseline": SERVERS["01-baseline"], "02-native": {"facts": native}}
+    numbers = dict.fromkeys(PREDICTED_NUMBERS) if unknown else {}
+    predictions = [make_prediction(row, **numbers, **unknown) for row in rows]
+    run = run_of(rows, predictions=predictions)
+    return replace(run, plan=plan, manifest={"sessions": sessions})
+
+
+def native_row(**changed: Any) -> Row:
+    common = {"session": "02-native", "config": "native", "stored_tokens": None}
+    return tier_row(**{**common, **changed})
+
+
+def test_a_tier_whose_stores_are_not_counted_is_judged_by_its_loads() -> None:
+    assert codes(native_run([native_row(output_sha256="bb"), make_row()])) == []
+    idle = [native_row(host_loaded=0, computed=520, loaded_bytes=0, output_sha256="bb")]
+    predictions = [make_prediction(row, host_loaded=512, computed=8) for row in idle]
+    run = native_run(idle)
+    run = replace(run, requests=joined([r.key for r in run.requests], idle, predictions))
+    assert "tier-off" in codes(run)
+
+
+def test_another_connector_than_the_plans_is_an_error_naming_both() -> None:
+    run = native_run([native_row()])
+    run.manifest["sessions"]["02-native"]["facts"]["connector"] = "SimpleCPUOffloadConnector"
+    (message,) = [f.message for f in find(run) if f.code == "servers-unlike-plan"]
+    assert "SimpleCPUOffloadConnector, asked OffloadingConnector" in message
+
+
+def test_without_an_exact_prediction_the_sources_still_have_to_sum_to_the_prompt() -> None:
+    run = native_run([native_row(output_sha256="bb"), make_row()], why_not="a matter of timing")
+    assert codes(run) == []
+    assert [request.residual for request in run.requests] == [None, None]
+    account = account_of(run.requests, first_pass="pass1-cold")
+    assert account.reconciled == 2
+    whys = {counted.why_not_predicted for counted in account.passes.values()}
+    assert whys == {"a matter of timing"}
+    lost = native_run(
+        [make_row(**failed(session="02-native", config="native", order=2))], why_not="timing"
+    )
+    assert account_of(lost.requests, first_pass="pass1-cold").reconciled == 0

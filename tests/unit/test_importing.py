@@ -1,9 +1,11 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness import importing
 from harness.errors import InputError
 from harness.export import export
 from harness.importing import import_rows
@@ -11,6 +13,7 @@ from harness.published import ReconcileFile, Summary
 from harness.reconcile import reconcile
 from harness.report import write_report
 from harness.runfolder import RunFolder
+from tests.factory import make_row
 
 LAB = {"config": "baseline", "pass": "pass2-replay", "doc": 0, "doc_tokens": 5011,
        "ttft_ms": 500.0, "total_ms": 510.0}  # fmt: skip
@@ -99,7 +102,7 @@ def test_a_row_that_cannot_be_used_is_named_and_nothing_is_written(
         ('{"config": "a", "config": "b"}\n', "appears twice"),
         ("{}\n", "line 1: config"),
         ("", "has no row"),
-        (json.dumps(LAB), "no line end"),
+        (json.dumps(LAB)[:-9], "line 1: not valid JSON.*no line end"),
         ("[1]\n", "line 1"),
     ],
 )
@@ -156,3 +159,41 @@ def test_what_needs_a_plan_says_that_a_run_was_imported(tmp_path: Path) -> None:
         reconcile(RunFolder(folder))
     with pytest.raises(InputError, match="was imported"):
         export(folder, "csv", tmp_path / "out.csv")
+
+
+def test_a_last_line_without_a_line_end_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(f"{json.dumps(LAB)}\n{json.dumps({**LAB, 'doc': 1})}")
+    folder = import_rows(tmp_path / "t.jsonl", tmp_path / "results")
+    assert summary_of(folder)["passes"]["pass2-replay"]["arms"]["baseline"]["n"] == 2
+    assert (folder / "ttft.jsonl").read_bytes() == (tmp_path / "t.jsonl").read_bytes()
+
+
+def test_a_long_file_is_counted_in_full_and_listed_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "MOST_LISTED", 4)
+    source = write(tmp_path / "t.jsonl", *({"doc": doc} for doc in range(10)))
+    folder = import_rows(source, tmp_path / "results")
+    content = json.loads((folder / "reconcile.json").read_text(encoding="utf-8"))
+    assert (content["requests_recorded"], content["every"]) == (10, 3)
+    assert [entry["doc"] for entry in content["requests"]] == [0, 3, 6, 9]
+    assert content["by_pass"][0]["recorded"] == 10
+    ReconcileFile.model_validate(content)
+    report = write_report(folder, folder / "report.html")[0].read_text(encoding="utf-8")
+    assert "4 of 10 drawn, every k-th" in report
+    assert "every k-th: 4 of 10" in report
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="no regular file"):
+        import_rows(tmp_path / "pipe", tmp_path / "results")
+
+
+def test_rows_of_kvcliffs_own_can_be_imported(tmp_path: Path) -> None:
+    own = make_row(**{"pass": "pass1-cold"}, sent_unix_ns=1_767_225_600_000_000_000).to_json()
+    (tmp_path / "ttft.jsonl").write_text(own + "\n")
+    summary = summary_of(import_rows(tmp_path / "ttft.jsonl", tmp_path / "results"))
+    assert summary["sources"]["recomputed"]["n"] == 1
+    (span,) = summary["sessions"][0]["spans"]
+    assert span["began_unix_ms"] == 1_767_225_600_000.0

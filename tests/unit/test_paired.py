@@ -2,7 +2,25 @@ import random
 
 import pytest
 
-from harness.paired import MIN_BLOCKS_FOR_INTERVAL, interval
+from harness.paired import MIN_BLOCKS_FOR_INTERVAL, compared, interval
+
+
+@pytest.mark.parametrize(
+    ("arms", "treatment"),
+    [
+        (["baseline", "native", "native", "baseline", "control"], "native"),
+        (["baseline", "none"], "none"),
+        (["lmcache"], "lmcache"),
+        (["baseline", "a", "lmcache", "b"], "lmcache"),
+        (["baseline", "a", "b"], None),
+        (["baseline", "control"], None),
+        ([], None),
+    ],
+)
+def test_the_treatment_is_the_one_arm_that_is_neither_baseline_nor_control(
+    arms: list[str], treatment: str | None
+) -> None:
+    assert compared(arms) == ("baseline", treatment)
 
 
 def test_fewer_than_six_blocks_get_a_range_that_says_it_is_no_interval() -> None:

@@ -1,9 +1,14 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.errors import InputError
-from harness.plan import load_plan, parse_plan, planned_keys, preset_names, resolve
+from harness.experiment import resolve
+from harness.plan import planned_keys
+from harness.plan_files import load_plan, parse_plan, preset_names
+from harness.session import predicted_rows
+from servers.arms import TIER_KINDS, Arm, TierKind
 from tests.factory import PLAN_TOML, make_plan
 
 
@@ -35,10 +40,14 @@ def test_a_plan_survives_being_written_and_read_again() -> None:
         ("gib = -1", "host.gib: .*greater than 0"),
         ("gib = inf", "host.gib: .*less than or equal to 65536"),
         ("gib = nan", "host.gib: .*"),
-        ("documents = 90000000", "asks for .* prompt tokens a session"),
+        ("documents = 90000000", "asks for .* tokens a session, prompts and outputs"),
+        ("output_tokens = 90000000", "asks for 450,002,600 tokens a session, prompts and outputs"),
         ('name = "Has Spaces"', "name: .*pattern"),
         ("schema = 2", "schema: .*1, got 2"),
-        ('order = ["baseline", "lmcach"]', "order.1: .*'baseline', 'lmcache' or 'control'"),
+        ('order = ["baseline", "lmcach"]', "order names 'lmcach', which is no arm: known are .*"),
+        ('order = ["baseline", "LMCache"]', "order.1: .*pattern"),
+        ('order = ["lmcache", "native"]', "arms lmcache, native next to baseline; .* compares one"),
+        ('tier = "lmcache-pm"', "arms.lmcache.tier: .*'lmcache-mp'.*got 'lmcache-pm'"),
         ('order = ["baseline", "control"]', r"order names control, but there is no \[control\]"),
         # A49: unequal arms cannot be paired, and drift would favour one of them.
         ('order = ["baseline", "lmcache", "lmcache"]', "order has 1 baseline and 2 lmcache"),
@@ -108,3 +117,105 @@ def test_a_model_folder_without_config_is_named(tmp_path: Path) -> None:
     text = PLAN_TOML + f'[model]\npath = "{tmp_path}"\n'
     with pytest.raises(InputError, match=r"config\.json"):
         resolve(parse_plan(text.encode(), where="p"), cache_dir=tmp_path)
+
+
+ORDER = 'order = ["baseline", "{0}", "{0}", "baseline"]'
+
+
+def arms_of(label: str, cache: Path, *, more: str = "", **replaced: str) -> dict[str, Arm]:
+    plan = make_plan(order=ORDER.format(label), more=more, **replaced)
+    return resolve(plan, cache_dir=cache).arms
+
+
+@pytest.mark.parametrize("kind", TIER_KINDS)
+def test_every_tier_is_an_arm_of_its_own_name_one_factor_from_the_baseline(
+    kind: TierKind, tmp_path: Path
+) -> None:
+    arms = arms_of(kind, tmp_path, tier='tier = "lmcache-mp"')
+    assert sorted(arms) == sorted(["baseline", kind])
+    assert arms["baseline"] == replace(arms[kind], name="baseline", host=None)
+
+
+def test_the_arm_none_is_the_baseline_without_its_prefix_cache(tmp_path: Path) -> None:
+    arms = arms_of("none", tmp_path)
+    assert arms["baseline"] == replace(arms["none"], name="baseline", prefix_caching=True)
+
+
+def test_vllms_own_tiers_keep_single_blocks(tmp_path: Path) -> None:
+    host = arms_of("native", tmp_path)["native"].host
+    assert host is not None
+    assert host.chunk_tokens == 32  # the plan's block_size; 256 is the default of LMCache's chunks
+    with pytest.raises(InputError, match="keeps single blocks of 32: leave it out"):
+        arms_of("native", tmp_path, gib="gib = 0.1\nchunk_tokens = 64")
+
+
+def test_a_plan_with_vllms_own_tier_resolves_to_itself(tmp_path: Path) -> None:
+    first = resolve(make_plan(order=ORDER.format("native")), cache_dir=tmp_path)
+    again = resolve(parse_plan(first.plan.to_toml().encode(), where="again"), cache_dir=tmp_path)
+    assert (again.plan_id, again.arms) == (first.plan_id, first.arms)
+
+
+OWN = """
+[arms.mine]
+tier = "native"
+env = { VLLM_X = "1" }
+flags = ["--seed", "3"]
+"""
+
+
+def test_an_arm_of_the_plans_own_gets_its_environment_and_flags(tmp_path: Path) -> None:
+    mine = arms_of("mine", tmp_path, more=OWN)["mine"]
+    assert (dict(mine.env), mine.flags) == ({"VLLM_X": "1"}, ("--seed", "3"))
+    assert mine.connector_class == "OffloadingConnector"
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("[arms.m]", "arms.m differs in nothing from baseline"),
+        ("[arms.m]\nconnector = {}", "arms.m.connector has no kv_connector"),
+        ('[arms.m]\ntier = "native"\nconnector = { kv_connector = "X" }', "a tier and a connector"),
+        ('[arms.m]\ntier = "native"\nprefix_caching = false', "host tier but no prefix caching"),
+        ('[arms.m]\nflags = ["--port=1"]', "arms.m.flags has --port=1, which kvcliff sets itself"),
+        ('[arms.m]\nenv = { TMPDIR = "/x" }', "arms.m.env has TMPDIR, which kvcliff sets itself"),
+        ('[arms.m]\nenv = { "A B" = "/x" }', "arms.m.env.A B.*pattern"),
+        ("[arms.m]\nenv = { A = 1 }", "arms.m.env.A: .*string, got 1"),
+        ('[arms.baseline]\ntier = "native"', "arms.baseline: baseline is fixed"),
+        ('[arms.control]\ntier = "native"', "arms.control: control is fixed"),
+    ],
+)
+def test_an_arm_that_cannot_work_says_why(section: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_plan(more=section)
+
+
+@pytest.mark.parametrize("label", ["none", "m"])
+def test_a_control_without_a_tier_to_show_idle_is_refused(label: str) -> None:
+    order = f'order = ["baseline", "{label}", "control"]'
+    with pytest.raises(InputError, match=f"{label} has no host tier to show idle"):
+        make_plan(
+            order=order, more="[arms.m]\nflags = ['--seed', '3']\n[control]\nnum_gpu_blocks = 99"
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("lmcache", "turns itself off"), ("native", "refuses"), ("simple", "fails")],
+)
+def test_the_cpu_build_refuses_the_tiers_it_cannot_have_and_says_why(
+    kind: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=reason) as caught:
+        arms_of("lmcache", tmp_path, build='build = "cpu"', tier=f'tier = "{kind}"')
+    assert "lmcache-mp" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("label", ["simple", "mine"])
+def test_an_arm_that_is_not_modelled_has_predictions_that_say_why(
+    label: str, tmp_path: Path
+) -> None:
+    plan = make_plan(order=ORDER.format(label), more=OWN)
+    rows = predicted_rows(resolve(plan, cache_dir=tmp_path))
+    by_arm = {arm: {row.is_exact for row in rows if arm in row.session} for arm in ("base", label)}
+    assert by_arm == {"base": {True}, label: {False}}
+    assert len(rows) == 4 * 5  # two documents twice and one warm-up, in four sessions

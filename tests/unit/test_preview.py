@@ -1,9 +1,11 @@
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.plan import resolve
+from harness.console import show_plan
+from harness.experiment import resolve
 from harness.preview import preview
 from tests.factory import make_plan
 
@@ -160,3 +162,102 @@ def test_a_plan_too_large_to_search_says_so_and_is_predicted_all_the_same(look):
     assert content["cliff"]["host"] is None
     assert "261,261 blocks" in content["cliff"]["why_not"]
     assert content["predicted"]["baseline"]["pass1-cold"]["computed"] == 104_000
+
+
+def test_a_control_with_documents_of_its_own_is_judged_by_those(look):
+    # One document of 16 blocks, one for a tail, block 0: 18; the arms' 2 documents need 34.
+    more = "[control]\nnum_gpu_blocks = 18\ndocuments = 1"
+    order = 'order = ["baseline", "lmcache", "lmcache", "baseline", "control"]'
+    content = look(more=more, order=order)
+    gpu = content["cliff"]["gpu"]
+    assert gpu["full_from_by_arm"]["lmcache"]["blocks"] == 34
+    assert gpu["full_from_by_arm"]["control"]["blocks"] == 18
+    assert gpu["planned"]["control"]["is_full"] is True
+    assert not any("the control does not hold" in warning for warning in content["warnings"])
+    # 2 documents twice in each of 4 sessions, 1 document twice in the control, 5 warm-ups.
+    assert content["requests"] == {"measured": 4 * 4 + 2, "sent": 4 * 4 + 2 + 5}
+    assert content["predicted"]["control"]["pass2-replay"] == {
+        "computed": 8, "gpu_hit": 512, "host_loaded": 0
+    }  # fmt: skip
+    assert content["tiers"]["control"]["working_set_tokens"] == 512
+
+
+def test_documents_are_told_by_where_their_kv_comes_from_in_the_order_read(look):
+    # 17 usable blocks, 16 to a document and one tail: in the reverse pass document 1 is whole.
+    content = look(passes='passes = ["fwd", "rev"]')
+    assert content["documents"]["baseline"]["pass2-reverse"] == [
+        {"source": "gpu", "documents": 1}, {"source": "recomputed", "documents": 1},
+    ]  # fmt: skip
+    assert content["documents"]["lmcache"]["pass2-reverse"] == [
+        {"source": "gpu", "documents": 1}, {"source": "host", "documents": 1},
+    ]  # fmt: skip
+
+
+def test_an_arm_that_cannot_be_predicted_says_why_and_the_others_are(look):
+    content = look(order='order = ["baseline", "simple"]', build='build = "gpu"')
+    assert list(content["predicted"]) == ["baseline"]
+    assert "a matter of timing" in content["not_predicted"]["simple"]
+    assert content["cliff"]["host"] is None
+    assert content["cliff"]["gpu"]["full_from"]["blocks"] == 34
+    assert list(content["cliff"]["gpu"]["planned"]) == ["baseline"]
+    assert content["expected"]["passes"]["pass2-replay"]["ratio"] is None
+    assert "in the arms that are predicted" in content["estimate"]
+
+
+def test_a_treatment_without_a_prefix_cache_computes_everything(look):
+    content = look(order='order = ["baseline", "none"]', num_gpu_blocks="num_gpu_blocks = 50")
+    assert content["predicted"]["none"]["pass2-replay"]["computed"] == 2 * 520
+    assert content["predicted"]["baseline"]["pass2-replay"]["gpu_hit"] == 2 * 512
+    assert content["cliff"]["host"] is None
+
+
+@pytest.mark.parametrize(
+    ("order", "shm"),
+    [
+        ('order = ["baseline", "lmcache-mp"]', int(0.1 * 2**30)),  # LMCache's memory
+        ('order = ["baseline", "native"]', int(0.1 * 2**30)),  # vLLM's own tier is a file there
+        ('order = ["baseline", "simple"]', 0),
+    ],
+)
+def test_memory_in_dev_shm_depends_on_the_tier(look, order, shm):
+    memory = look(order=order, build='build = "gpu"')["memory"]
+    assert memory["baseline"]["shm_bytes"] == 0
+    [treatment] = [arm for arm in memory if arm != "baseline"]
+    assert memory[treatment]["shm_bytes"] == shm
+    assert memory[treatment]["tier_bytes"] == int(0.1 * 2**30)
+
+
+def test_on_the_cpu_build_lmcache_shares_the_kv_pool_in_dev_shm(look):
+    memory = look(build='build = "cpu"')["memory"]["lmcache"]
+    # 18 blocks of 32 tokens of 12,288 bytes, and a tenth.
+    assert memory["pool_bytes"] == 7_077_888
+    assert memory["shm_bytes"] == int(7_077_888 * 1.1)
+    assert memory["gpu_bytes"] is None
+
+
+def test_commands_come_with_the_environment_that_makes_them_what_they_are(look):
+    more = '[arms.mine]\ntier = "lmcache"\nenv = { MY_SETTING = "7" }\n'
+    content = look(order='order = ["baseline", "mine"]', build='build = "gpu"', more=more)
+    assert "MY_SETTING" not in content["environments"]["baseline"][0]
+    [env] = content["environments"]["mine"]
+    assert env["MY_SETTING"] == "7"
+    assert env["LMCACHE_MAX_LOCAL_CPU_SIZE"] == "0.1"
+    for arm, commands in content["commands"].items():
+        assert len(commands) == len(content["environments"][arm])
+
+
+def test_the_shown_command_is_one_a_shell_takes(capsys, look):
+    show_plan(look(order='order = ["baseline", "lmcache"]', build='build = "gpu"'))
+    said = capsys.readouterr().out
+    lines = [line.strip() for line in said.splitlines() if line.startswith("  env ")]
+    assert len(lines) == 3  # two vLLM servers and one of LMCache
+    for line in lines:
+        words = shlex.split(line)
+        assert words[0] == "env"
+        assert "PYTHONHASHSEED=0" in words
+        assert "-m" in words
+
+
+def test_dummy_weights_are_shown_to_mean_nothing(capsys, look):
+    show_plan(look(more='[model]\nweights = "dummy"\n'))
+    assert "outputs mean nothing" in capsys.readouterr().out

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from harness.chart_specs import PASS_COLOURS, PHASES, SOURCE_STYLE, arm_styles, log_ticks
 from harness.charts import figures, thinned
 from harness.errors import InputError
 from harness.evidence import publish
@@ -179,3 +180,167 @@ def test_an_unknown_version_of_a_file_is_refused(run: Path) -> None:
     (run / "summary.json").write_text(json.dumps({**content, "schema": 2}), encoding="utf-8")
     with pytest.raises(InputError, match="schema is not 1"):
         read_published(run)
+
+
+@pytest.mark.parametrize(
+    ("domain", "ticks"),
+    [
+        ((9.0, 600.0), [10, 20, 50, 100, 200, 500]),
+        ((98.2, 104.1), [100, 102, 104]),
+        ((1.1, 9.9), [2, 4, 6, 8]),
+        ((0.97, 1.03), [0.98, 1.0, 1.02]),
+        ((5.1, 9.9), [6, 7, 8, 9]),
+    ],
+)
+def test_a_log_axis_has_labels_however_narrow_it_is(
+    domain: tuple[float, float], ticks: list[float]
+) -> None:
+    assert log_ticks(domain) == pytest.approx(ticks)
+
+
+def test_no_two_arms_share_a_mark_and_the_known_ones_keep_theirs() -> None:
+    arms = ["baseline", "native", "control", *(f"x{i}" for i in range(28))]
+    styles = arm_styles(arms, "native")
+    assert len(set(styles.values())) == len(arms) == 31
+    assert styles["baseline"] == arm_styles(["baseline"], None)["baseline"]
+    assert styles["native"] == arm_styles(["lmcache"], "lmcache")["lmcache"]
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_every_data_colour_has_contrast_of_3_on_both_grounds() -> None:
+    # WCAG 2.2, 1.4.11: graphical objects.
+    arms = [f"x{i}" for i in range(7)]
+    colours = {
+        *SOURCE_STYLE.values(), *PHASES.values(), *PASS_COLOURS,
+        *(colour for colour, _ in arm_styles(["baseline", "t", "control", *arms], "t").values()),
+    }  # fmt: skip
+    for colour in colours:
+        for ground in ("#ffffff", "#0f1318"):
+            pair = sorted([luminance(colour), luminance(ground)])
+            assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 3, (colour, ground)
+
+
+def test_an_empty_pair_or_span_is_one_dash(run: Path) -> None:
+    def change(summary: dict[str, Any], _: dict[str, Any]) -> None:
+        summary["passes"]["pass1-cold"]["paired_ratio"] = None
+        summary["passes"]["pass1-cold"]["arms"]["baseline"].update(min_ms=None, max_ms=None)
+        summary["decision"]["cost"].update(store_cost=None)
+
+    cells = re.findall(r"<td.*?</td>", rendered(run, change), re.S)
+    texts = [re.sub(r"<[^>]*>", "", cell) for cell in cells]
+    assert len(texts) > 100
+    assert [text for text in texts if "–––" in text or "– to –" in text] == []
+
+
+@pytest.mark.parametrize(
+    ("gib", "shown"),
+    [
+        (0.5, "0.5"),
+        (0.4931640625, "0.493"),
+        (40.0, "40"),
+        (1234.5678, "1,235"),
+        (0.00049, "0.00049"),
+    ],
+)
+def test_gib_are_rounded_to_three_digits(run: Path, gib: float, shown: str) -> None:
+    page = rendered(run, lambda s, _: s["decision"]["cost"].update(host_gib=gib))
+    assert f'host_gib" data-kind="gib">{shown}</data>' in page
+
+
+@pytest.mark.parametrize(
+    ("median", "high", "said"),
+    [
+        (0.0, 0.0, "nothing measurable to pay back"),
+        (0.0042, 0.0051, ">0.0042</data> replays (at most "),
+        (None, None, "a replay saves nothing that pays it back"),
+    ],
+)
+def test_the_price_is_paid_back_in_words_that_are_never_zero_replays(
+    run: Path, median: float | None, high: float | None, said: str
+) -> None:
+    replays = {"median": median, "low": median, "high": high}
+    page = rendered(run, lambda s, _: s["decision"]["cost"].update(break_even_replays=replays))
+    assert said in page
+    assert "0.00 replays" not in re.sub(r"<[^>]*>", "", page.split("<script")[0])
+
+
+def test_a_name_of_190_characters_is_broken_instead_of_widening_the_page(run: Path) -> None:
+    long = "p" * 190
+
+    def change(summary: dict[str, Any], _: dict[str, Any]) -> None:
+        summary["passes"][long] = summary["passes"].pop("pass1-cold")
+
+    assert f'<span class="long">{long}</span>' in rendered(run, change)
+
+
+def unpredicted(summary: dict[str, Any], reconciliation: dict[str, Any]) -> None:
+    """As if 02-lmcache had no exact prediction."""
+    why = "a matter of timing"
+    for request in reconciliation["requests"]:
+        if request["session"] == "02-lmcache":
+            nothing = dict.fromkeys(("computed", "gpu_hit", "host_loaded"))
+            request.update(predicted=nothing, residual=None, why_not_predicted=why)
+    for part in reconciliation["by_pass"]:
+        if part["session"] == "02-lmcache":
+            part.update(largest=None, why_not_predicted=why)
+    reconciliation["not_predicted"] = [{"why": why, "sessions": ["02-lmcache"], "requests": 5}]
+
+
+def test_where_there_is_no_exact_prediction_the_report_says_why_and_what_was_checked(
+    run: Path,
+) -> None:
+    text = re.sub(r"<[^>]*>", "", rendered(run, unpredicted).split("<script")[0])
+    assert "No exact prediction for 5 requests of 02-lmcache: a matter of timing." in text
+    assert "reconciled means that the sources sum to the prompt" in text
+    assert text.count("no exact prediction") >= 3  # a line for each of its passes
+    assert "sums to the prompt" in text
+    summary, reconciliation = read_published(run)
+    unpredicted(summary, reconciliation)
+    found = {f.name: f for f in figures(summary, reconciliation)}
+    assert "no exact prediction" in found["sources-02-lmcache"].label
+    bars = found["sources-02-lmcache"].spec["layer"][0]["data"]["values"]
+    assert {bar["kind"] for bar in bars} == {"measured"}
+    tips = [v["predicted"] for v in found["ttft-pass2-replay"].spec["data"]["values"]]
+    assert "no exact prediction: a matter of timing" in tips
+    assert "No exact prediction for 5 requests" in render_markdown(summary, reconciliation)
+
+
+@pytest.mark.parametrize("name", ["native", "none"])
+def test_a_treatment_is_called_by_its_name(run: Path, name: str) -> None:
+    for path in (run / "summary.json", run / "reconcile.json"):
+        text = path.read_text(encoding="utf-8").replace("lmcache", name)
+        path.write_text(text, encoding="utf-8")
+    summary, reconciliation = read_published(run)
+    summary["decision"]["cost"]["host_gib"] = None
+    text = re.sub(r"<[^>]*>", "", render_html(summary, reconciliation).split("<script")[0])
+    assert f"baseline ÷ {name}, pass2-replay" in text
+    assert f"What {name} costs, and when it pays" in text
+    assert f"price of {name}" in text
+    assert "host tier, TTFT" not in render_markdown(summary, reconciliation)
+    assert f"| {name}, TTFT p50 |" in render_markdown(summary, reconciliation)
+
+
+def test_without_a_treatment_the_report_compares_nothing(run: Path) -> None:
+    def change(summary: dict[str, Any], _: dict[str, Any]) -> None:
+        summary["compared"] = ["baseline", None]
+        for content in summary["passes"].values():
+            content["paired_ratio"] = None
+        summary["decision"]["evidence"] = None
+
+    assert "no arm is compared" in rendered(run, change)
+
+
+def test_foreign_names_that_differ_in_signs_alone_get_charts_of_their_own(run: Path) -> None:
+    summary, reconciliation = read_published(run)
+    for content, old in ((summary["passes"], "pass1-cold"), (summary["passes"], "pass2-replay")):
+        content["a/b" if old == "pass1-cold" else "a b"] = content.pop(old)
+    for request in reconciliation["requests"]:
+        request["pass"] = {"pass1-cold": "a/b", "pass2-replay": "a b"}.get(request["pass"], "w")
+    names = [f.name for f in figures(summary, reconciliation)]
+    assert {"ttft-a-b", "ttft-a-b-2"} <= set(names)
+    assert len(names) == len(set(names))

@@ -267,3 +267,32 @@ def test_a_time_below_a_nanosecond_gives_no_ratio_instead_of_infinity() -> None:
     # A69
     rows = [*rows_of("01-baseline", [100.0]), *rows_of("02-lmcache", [5e-324])]
     assert replay_pass(rows)["paired_ratio"] is None
+
+
+def test_any_arm_may_be_the_treatment_and_the_summary_names_it() -> None:
+    rows = [*rows_of("01-baseline", [100.0, 300.0]), *rows_of("02-native", [50.0, 100.0])]
+    summary = summarize(rows, run="r", plan_id="p", block_size=32)
+    assert summary["compared"] == ["baseline", "native"]
+    assert summary["ratio_direction"] == "baseline / native: above 1 native is faster"
+    assert summary["passes"]["pass2-replay"]["paired_ratio"]["ratio"] == 2.5
+
+
+def test_a_planned_treatment_without_a_row_is_still_the_one_compared() -> None:
+    rows = rows_of("01-baseline", [100.0])
+    arms = ("baseline", "native")
+    summary = summarize(rows, run="r", plan_id="p", block_size=32, arms=arms)
+    assert summary["compared"] == ["baseline", "native"]
+
+
+def test_of_several_unnamed_treatments_none_is_compared() -> None:
+    rows = [*rows_of("01-baseline", [1.0]), *rows_of("02-a", [1.0]), *rows_of("03-b", [1.0])]
+    summary = summarize(rows, run="r", plan_id="p", block_size=32)
+    assert summary["compared"] == ["baseline", None]
+    assert summary["passes"]["pass2-replay"]["paired_ratio"] is None
+    assert summary["ratio_direction"] == "no arm is compared"
+
+
+def test_stores_and_bytes_that_no_row_knows_are_unknown_not_zero() -> None:
+    # A26
+    tokens = replay_pass(rows_of("01-baseline", [1.0]))["arms"]["baseline"]["tokens"]
+    assert (tokens["computed"], tokens["stored"], tokens["loaded_bytes"]) == (520, None, None)

@@ -4,6 +4,7 @@ import pytest
 
 from harness.errors import InputError
 from harness.evidence import publish
+from harness.importing import import_rows
 from harness.runfolder import RunFolder
 from harness.watch import View, Watcher, watch
 from tests.folder import write_run
@@ -81,3 +82,15 @@ def test_a_broken_row_is_named(run: Path) -> None:
         file.write(b'{"config": 1}\n')
     with pytest.raises(InputError, match=r"journal-01-baseline.jsonl, line 6: "):
         Watcher(run).look()
+
+
+def test_an_imported_run_has_nothing_to_watch_and_says_what_shows_it(tmp_path: Path) -> None:
+    source = tmp_path / "t.jsonl"
+    source.write_text(
+        '{"config": "baseline", "pass": "p", "doc": 0, "doc_tokens": 9, "ttft_ms": 1.0, '
+        '"total_ms": 2.0}\n'
+    )
+    imported = import_rows(source, tmp_path / "results")
+    with pytest.raises(InputError, match="was imported") as error:
+        Watcher(imported)
+    assert error.value.hint == "kvcliff report shows what it has"

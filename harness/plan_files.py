@@ -1,0 +1,53 @@
+"""Plan files and presets: read, and checked."""
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from harness.errors import InputError
+from harness.files import describe_invalid
+from harness.plan import Plan
+from harness.plan_checks import impossible
+
+
+def preset_names() -> list[str]:
+    """Names of the plans that come with kvcliff."""
+    folder = resources.files("harness") / "presets"
+    return sorted(
+        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
+    )
+
+
+def load_plan(name_or_path: str) -> Plan:
+    """The preset or plan file called ``name_or_path``; InputError names file, field and value."""
+    if name_or_path in preset_names():
+        source = resources.files("harness") / "presets" / f"{name_or_path}.toml"
+        return parse_plan(source.read_bytes(), where=f"preset {name_or_path}")
+    return read_plan(Path(name_or_path))
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in the file ``path``; InputError when it cannot be read or used."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"cannot read the plan {str(path)!r}: {error.strerror}",
+            hint=f"give a .toml file, or one of the presets: {', '.join(preset_names())}",
+        ) from None
+    return parse_plan(content, where=str(path))
+
+
+def parse_plan(content: bytes, *, where: str) -> Plan:
+    """Parse and check TOML; InputError says what is wrong and where."""
+    try:
+        plan = Plan.model_validate(tomllib.loads(content.decode("utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{where}: not valid TOML: {error}") from None
+    except ValidationError as error:
+        raise InputError(f"{where}: {describe_invalid(error)}") from None
+    for problem in impossible(plan):
+        raise InputError(f"{where}: {problem}")
+    return plan
