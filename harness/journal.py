@@ -41,7 +41,7 @@ class Row(BaseModel):
     session: str = Field(description="one server's life, e.g. 02-lmcache")
     order: int = Field(ge=1, description="position of the session in the run, 1 first")
     connector: str | None = Field(
-        default=None, description="KV connector that ran, as vLLM's log names it; null: none"
+        description="KV connector that ran, as vLLM's log names it; null: none"
     )
     seq: int = Field(ge=1, description="position of the request in its session, 1 first")
     phase: Literal["warmup", "measure"] = Field(description="warm-up rows are never summarized")
