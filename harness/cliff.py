@@ -36,7 +36,11 @@ def cliff(
     else:
         workload = build_workload(spec)
         arms, why_not = _tiers(plan, workload, chunk_bytes)
-        points = list(_points(plan, workload, pass_name, capacities, arms))
+        for arm, tiers in arms.items():
+            try:
+                points += _points(plan, workload, pass_name, capacities, arm, tiers)
+            except NotPredictable as error:
+                why_not = f"{arm}: {error}"
     return {
         "pass": pass_name,
         "working_set_tokens": working_set_tokens(plan),
@@ -99,12 +103,17 @@ def _points(
     workload: Workload,
     pass_name: str,
     capacities: Iterable[int],
-    arms: Mapping[str, TierSpec],
-) -> Iterable[dict[str, Any]]:
-    for blocks in capacities:
-        for arm, tiers in arms.items():
-            share = _share(workload, replace(tiers, num_gpu_blocks=blocks), pass_name)
-            yield {"arm": arm, "gpu_tokens": _tokens(plan, blocks), "share": share}
+    arm: str,
+    tiers: TierSpec,
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "arm": arm,
+            "gpu_tokens": _tokens(plan, blocks),
+            "share": _share(workload, replace(tiers, num_gpu_blocks=blocks), pass_name),
+        }
+        for blocks in capacities
+    ]
 
 
 def _share(workload: Workload, tiers: TierSpec, pass_name: str) -> float:
