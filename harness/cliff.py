@@ -82,6 +82,8 @@ def _tiers(
     plan: Plan, workload: Workload, chunk_bytes: int | None
 ) -> tuple[dict[str, TierSpec], str | None]:
     """What the predictor needs of each arm compared; and why one of them cannot be predicted."""
+    if plan.server.engine == "auto":  # of a run from before plans named it
+        return {}, "the plan does not say by which vLLM version's rules it was predicted"
     bytes_per_token = chunk_bytes // plan.host.chunk_tokens if chunk_bytes else 1
     arms = arms_of(plan, model=plan.model.path)
     experiment = Experiment(plan, "", arms, (), workload, KvGeometry(bytes_per_token))

@@ -7,7 +7,8 @@ import pytest
 from harness.account import account_of
 from harness.findings import Finding, find, has_failed
 from harness.journal import PREDICTED_NUMBERS, PredictedRow, Row
-from harness.reconcile import Reconciled, Reconciliation, join
+from harness.plan import planned_keys
+from harness.reconcile import Reconciled, Reconciliation, join, places
 from tests.factory import failed, make_plan, make_prediction, make_row
 
 PLAN = make_plan(
@@ -376,3 +377,24 @@ def test_without_an_exact_prediction_the_sources_still_have_to_sum_to_the_prompt
         [make_row(**failed(session="02-native", config="native", order=2))], why_not="timing"
     )
     assert account_of(lost.requests, first_pass="pass1-cold").reconciled == 0
+
+
+def test_every_planned_request_has_its_place_and_no_other_has_one() -> None:
+    plan = make_plan(
+        order='order = ["baseline", "lmcache", "control"]',
+        documents="documents = 3",
+        passes='passes = ["fwd", "rev"]',
+        warmup_documents="warmup_documents = 2",
+        more="[control]\nnum_gpu_blocks = 99\ndocuments = 2",
+    )
+    place, total = places(plan)
+    keys = list(planned_keys(plan))
+    assert total == len(keys) == 2 * (2 + 2 * 3) + (2 + 2 * 2)
+    assert [place(key) for key in keys] == list(range(total))
+    assert keys[5:8] == [("01-baseline", "pass2-reverse", doc) for doc in (2, 1, 0)]
+    strangers = [
+        ("04-baseline", "pass1-cold", 0), ("01-baseline", "pass3-replay", 0),
+        ("01-baseline", "pass1-cold", 3), ("03-control", "pass1-cold", 2),
+        ("01-baseline", "warmup", 2),
+    ]  # fmt: skip
+    assert [place(key) for key in strangers] == [None] * 5

@@ -279,3 +279,49 @@ def test_an_interrupted_replacement_leaves_the_old_file(
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_file_that_cannot_be_written_is_named_as_asked_for_never_the_hidden_one(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        InputError, match=r"nowhere/f cannot be written: there is no folder .*nowhe"
+    ):
+        write_atomically(tmp_path / "nowhere" / "f", "text")
+    nobody_writes_here = Path("/proc/self/f")
+    with pytest.raises(OSError, match="/proc/self/f") as error:
+        write_atomically(nobody_writes_here, "text")
+    assert error.value.filename == "/proc/self/f"
+    assert ".kvcliff-" not in str(error.value)
+
+
+def test_the_fast_reader_refuses_what_the_strict_one_refuses(tmp_path: Path) -> None:
+    # A71: pydantic's own parser would keep the second of two equal keys.
+    line = json.dumps(make_record())
+    for key, value in (("doc", 0), ("finished", 1)):
+        twice = line.replace(f'"{key}": {value}', f'"{key}": {value}, "{key}": {value}', 1)
+        assert twice != line
+        (tmp_path / "j.jsonl").write_text(twice + "\n")
+        with pytest.raises(InputError, match=f"key '{key}' appears twice"):
+            read_journal(tmp_path / "j.jsonl")
+
+
+def test_a_text_that_looks_like_a_key_is_read_all_the_same(tmp_path: Path) -> None:
+    record = failed(error='the server said {"detail":"no"}')
+    row = read_journal(write_journal(tmp_path / "j.jsonl", record))[0]
+    assert row.error == 'the server said {"detail":"no"}'
+
+
+def test_a_pass_that_goes_on_after_another_began_is_refused(tmp_path: Path) -> None:
+    names = ("pass1-cold", "pass2-replay", "pass1-cold")
+    records = [make_record(**{"pass": name}, doc=doc) for doc, name in enumerate(names)]
+    with pytest.raises(InputError, match="line 3: pass 'pass1-cold' of 01-baseline goes on after"):
+        read_journal(write_journal(tmp_path / "j.jsonl", *records))
+
+
+def test_rows_whose_counters_moved_alike_are_each_checked(tmp_path: Path) -> None:
+    # The second row says what its equal counters do not.
+    records = [make_record(), make_record(doc=1), make_record(doc=2)]
+    records[2].update(computed=519, gpu_hit=1)
+    with pytest.raises(InputError, match="line 3: computed is 519, but the row's own counters"):
+        read_journal(write_journal(tmp_path / "j.jsonl", *records))
