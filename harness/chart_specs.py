@@ -10,7 +10,7 @@ from typing import Any
 
 import altair as alt
 
-from harness.paired import BASE, CONTROL
+from harness.arm_names import BASELINE, CONTROL
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -34,7 +34,7 @@ PASS_COLOURS = ("#7c3aed", "#db2777", "#65a30d", "#a16207", "#64748b")
 
 def arm_styles(arms: Sequence[str], treatment: str | None) -> dict[str, ArmStyle]:
     """A mark for each arm, no two alike: baseline, treatment, control, the others by position."""
-    known = {BASE: _BASE_STYLE, treatment: _TREATMENT_STYLE, CONTROL: _CONTROL_STYLE}
+    known = {BASELINE: _BASE_STYLE, treatment: _TREATMENT_STYLE, CONTROL: _CONTROL_STYLE}
     others = [arm for arm in arms if arm not in known]
     styles = {arm: known[arm] for arm in arms if arm in known}
     for i, arm in enumerate(others):

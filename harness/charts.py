@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness.arm_names import BASELINE, CONTROL
 from harness.chart_specs import (
     PASS_COLOURS,
     PHASES,
@@ -17,7 +18,6 @@ from harness.chart_specs import (
     timeline_spec,
     ttft_spec,
 )
-from harness.paired import BASE, CONTROL
 
 # All charts of a kind together: a mark costs 0.4 kB in the file and 1 kB of SVG in the browser, so
 # beyond these they show every k-th request, and say so.
@@ -68,7 +68,7 @@ def arms_of(summary: Mapping[str, Any]) -> dict[str, ArmStyle]:
     """Arms that were measured and their marks: those compared first, control, the others."""
     treatment = summary["compared"][1]
     found = {arm: None for content in summary["passes"].values() for arm in content["arms"]}
-    first = [arm for arm in (BASE, treatment, CONTROL) if arm in found]
+    first = [arm for arm in (BASELINE, treatment, CONTROL) if arm in found]
     return arm_styles([*first, *sorted(found.keys() - set(first))], treatment)
 
 

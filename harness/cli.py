@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from harness import console
-from harness.curve_cli import add_to as add_trace_commands
 from harness.deployment import describe, read_deployment
 from harness.doctor import check_machine
 from harness.errors import InputError, KvcliffError, MachineError
@@ -33,6 +32,7 @@ from harness.preview import preview
 from harness.room import check_room
 from harness.runfolder import PLAN_FILE, RunFolder
 from harness.session import create_run, run_sessions, write_ttft
+from harness.traces.cli import add_to as add_trace_commands
 from harness.watch import watch as watch_run
 from servers.errors import ServerError
 

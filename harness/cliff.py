@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from harness.arm_names import CONTROL, compared
 from harness.experiment import Experiment, arms_of
-from harness.paired import CONTROL, compared
 from harness.plan import Plan
 from sim.geometry import KvGeometry
 from sim.predict import NotPredictable, TierSpec, predict

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from harness.paired import CONTROL, MIN_BLOCKS_FOR_INTERVAL, treatments
+from harness.arm_names import CONTROL, treatments
+from harness.paired import MIN_BLOCKS_FOR_INTERVAL
 
 
 class PlannedSizes(Protocol):

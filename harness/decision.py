@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from harness.arm_names import CONTROL, treatments
 from harness.cost import cost, not_established
-from harness.paired import CONTROL, treatments
 
 Verdict = Literal["supported", "not supported", "not decided"]
 

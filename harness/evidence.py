@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.account import Account
+from harness.arm_names import CONTROL
 from harness.cliff import cliff, working_set_tokens
 from harness.decision import Checks, DecisionSection, Sizes, decide
 from harness.files import write_json
 from harness.findings import Finding, findings_of, first_pass, reconcile_json
 from harness.journal import Row
-from harness.paired import CONTROL
 from harness.plan import Plan
 from harness.reconcile import Reconciled, Reconciliation, places, reconcile, request_json
 from harness.runfolder import RunFolder

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from harness.arm_names import BASELINE
 from harness.errors import InputError
 from harness.experiment import Experiment
 from harness.files import describe_invalid, load_json
-from harness.paired import BASE
 from servers.arms import Arm
 from sim.dense import DenseShape
 from sim.latency import NAMES, LatencyModel, Measured, Shape, fit
@@ -204,7 +204,7 @@ def expected_passes(
         of_pass = {arm: seconds[name] for arm, seconds in times.items() if name in seconds}
         passes[name] = {
             "arms": {arm: _spread_ms(list(by.values())) for arm, by in of_pass.items()},
-            "ratio": _ratio(of_pass.get(BASE), of_pass.get(treatment)),
+            "ratio": _ratio(of_pass.get(BASELINE), of_pass.get(treatment)),
         }
     return passes
 

@@ -7,17 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import models
+from harness.arm_names import BASELINE, CONTROL
 from harness.errors import InputError, MachineError
 from harness.installed import SUPPORTED
-from harness.plan import (
-    BASELINE,
-    BLOCK_TIERS,
-    CONTROL,
-    Plan,
-    documents_of,
-    session_name,
-    whole_workload,
-)
+from harness.plan import BLOCK_TIERS, Plan, documents_of, session_name, whole_workload
 from servers.arms import (
     NOT_ON_CPU,
     Arm,

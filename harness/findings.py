@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from harness.account import Account, Outputs, account_of
-from harness.plan import CONTROL
+from harness.arm_names import CONTROL
 from harness.reconcile import Reconciliation
 from servers.gpu_samples import session_changes, used_uuids
 from sim.workload import pass_name

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, floor, log10
 
+from harness.arm_names import BASELINE, CONTROL
 from harness.capacity import Edge
 from harness.experiment import Experiment
-from harness.paired import BASE, CONTROL
 from sim.geometry import GIB
 from sim.predict import Prediction
 from sim.tiers import align_up
@@ -102,9 +102,11 @@ def hazards(outlook: Outlook) -> list[str]:
 
 def _nothing_to_lose(outlook: Outlook) -> Iterator[str]:
     """For a treatment without the prefix cache, which can only differ where the cache hits."""
-    if not outlook.experiment.treatment.prefix_caching and not outlook.measured(BASE, "gpu_hit"):
+    if not outlook.experiment.treatment.prefix_caching and not outlook.measured(
+        BASELINE, "gpu_hit"
+    ):
         yield (
-            f"{BASE} is predicted to hit nothing in its GPU tier, so {outlook.treatment}, which "
+            f"{BASELINE} is predicted to hit nothing in its GPU tier, so {outlook.treatment}, which "
             "has no prefix cache, computes the same; raise server.num_gpu_blocks or lower "
             "workload.documents"
         )
@@ -178,7 +180,7 @@ def _one_document_short(outlook: Outlook) -> Iterator[str]:
     plan = outlook.experiment.plan
     chunks = outlook.prompt_tokens // plan.host.chunk_tokens
     if outlook.gpu is not None:
-        lost = _lost_walks(outlook, BASE, "gpu_hit")
+        lost = _lost_walks(outlook, BASELINE, "gpu_hit")
         missing = outlook.gpu.smallest - outlook.gpu_blocks
         if lost and 0 < missing <= -(-outlook.prompt_tokens // plan.server.block_size):
             yield _short_text("GPU", f"{missing} blocks", lost) + (

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness.arm_names import BASELINE, CONTROL
 from harness.errors import InputError
 from harness.journal import Row, read_journal
-from harness.paired import BASE, CONTROL
 from harness.runfolder import RunFolder
 from sim.break_even import LoadOrRecompute, break_even_chunks, load_or_recompute
 from sim.latency import (
@@ -125,10 +125,10 @@ def split_rows(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
             calibration.append(row)
             continue
         is_second = False
-        if row.config != BASE:
+        if row.config != BASELINE:
             is_second = met[shape_of(row)] % 2 == 1
             met[shape_of(row)] += 1
-        (held_out if is_second or row.config == BASE else calibration).append(row)
+        (held_out if is_second or row.config == BASELINE else calibration).append(row)
     return calibration, held_out
 
 

@@ -1,14 +1,13 @@
 """The two arms against each other: by document inside each A B block, then over the blocks."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from harness.arm_names import BASELINE
 from harness.tally import Cell, Tally
 
-BASE, CONTROL = "baseline", "control"
-_USUAL_TREATMENT = "lmcache"  # of several, as the lab's files call theirs
 # Below six blocks a percentile bootstrap cannot leave out the extremes at 95 %: the smallest of 5
 # values is the whole resample's median too often. Fewer blocks get their range, called a range.
 MIN_BLOCKS_FOR_INTERVAL = 6
@@ -21,23 +20,6 @@ Pair = tuple[int, float, float]  # document, TTFT of the first, TTFT of the seco
 LEAST_MS = 1e-6  # below a nanosecond nothing was measured, and a ratio of it is no number
 
 
-def compared(arms: Iterable[str]) -> tuple[str, str | None]:
-    """``(baseline, treatment)`` of a run with these arms.
-
-    The treatment is the one arm that is neither baseline nor control. Of several (imports only)
-    it is ``lmcache``; None when there is none of that name, or no such arm at all.
-    """
-    others = treatments(arms)
-    if len(others) == 1:
-        return BASE, others[0]
-    return BASE, _USUAL_TREATMENT if _USUAL_TREATMENT in others else None
-
-
-def treatments(arms: Iterable[str]) -> list[str]:
-    """The arms that are neither baseline nor control, each once, in order."""
-    return [arm for arm in dict.fromkeys(arms) if arm not in (BASE, CONTROL)]
-
-
 def paired(total: Tally, pass_name: str, treatment: str | None) -> dict[str, Any] | None:
     """Baseline against treatment: ratio and difference per block and document, median over blocks.
 
@@ -48,7 +30,7 @@ def paired(total: Tally, pass_name: str, treatment: str | None) -> dict[str, Any
         return None
     blocks: list[dict[str, Any]] = []
     documents: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    arms = total.in_order(BASE, pass_name), total.in_order(treatment, pass_name)
+    arms = total.in_order(BASELINE, pass_name), total.in_order(treatment, pass_name)
     for base, treated in zip(*arms, strict=False):
         pairs = _pairs(*(total.sessions[name].cells[pass_name] for name in (base, treated)))
         if not pairs:

@@ -7,6 +7,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness import models
+from harness.arm_names import BASELINE, CONTROL, treatments
 from harness.decision import DecisionSection
 from harness.errors import InputError
 from servers.arms import (
@@ -24,9 +25,6 @@ from sim.workload import (
 )
 
 PLAN_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
-
-
-BASELINE, CONTROL = "baseline", "control"
 
 
 Count = Annotated[int, Field(ge=1, le=100_000_000)]
@@ -170,7 +168,7 @@ class Plan(_Section):
     @property
     def treatment(self) -> str:
         """The label compared with ``baseline``; where none is measured, the tier it would be."""
-        others = [label for label in self.order if label not in (BASELINE, CONTROL)]
+        others = treatments(self.order)
         return others[0] if others else "lmcache-mp"
 
     def arm(self, label: str) -> ArmSection:

@@ -2,15 +2,9 @@
 
 from collections.abc import Iterator
 
+from harness.arm_names import BASELINE, CONTROL
 from harness.decision import unknown_pass
-from harness.plan import (
-    BASELINE,
-    BLOCK_TIERS,
-    BUILT_IN_ARMS,
-    CONTROL,
-    ArmSection,
-    Plan,
-)
+from harness.plan import BLOCK_TIERS, BUILT_IN_ARMS, ArmSection, Plan
 from sim.workload import (
     pass_name,
 )

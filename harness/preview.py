@@ -7,14 +7,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from harness.arm_names import BASELINE, CONTROL
 from harness.capacity import Edge, gpu_edge, host_edge, why_not
 from harness.errors import InputError
 from harness.expected import Expectation, duration_s, expectation, expected_passes, shapes_of
 from harness.experiment import Experiment, SessionPlan
 from harness.hazards import Outlook, hazards
 from harness.needs import needs_of
-from harness.paired import CONTROL
-from harness.plan import BASELINE
 from harness.tally import class_of
 from servers.arms import Arm
 from servers.command import Command, Ports, render

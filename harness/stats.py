@@ -9,7 +9,8 @@ from itertools import chain
 from statistics import median, quantiles
 from typing import Any
 
-from harness.paired import MIN_BLOCKS_FOR_INTERVAL, compare_sessions, compared, paired
+from harness.arm_names import compared
+from harness.paired import MIN_BLOCKS_FOR_INTERVAL, compare_sessions, paired
 from harness.tally import SOURCE_CLASSES, Cell, Sample, Session, Tally, source_class, tally
 
 __all__ = ["SOURCE_CLASSES", "SUMMARY_SCHEMA", "source_class", "summarize"]

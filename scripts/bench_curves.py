@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.curve_commands import Replay, run_curve, run_surface
-from harness.curve_plots import cliff, heat_map, save
-from harness.curve_traces import TraceOptions, load
+from harness.traces.commands import Replay, run_curve, run_surface
+from harness.traces.load import TraceOptions, load
+from harness.traces.plots import cliff, heat_map, save
 from sim.curves import compiled
 from sim.curves.convert import lookup_events
 from sim.curves.readers import parse_trace, read_trace

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import typer
 
-from harness import curve_plots
-from harness.curve_cli import add_to
-from harness.curve_commands import Replay, read_measured, run_curve, run_surface
-from harness.curve_tables import readable, write_csv
-from harness.curve_traces import Loaded, TraceOptions, compile_trace, convert_trace, describe, load
 from harness.errors import InputError
+from harness.traces import plots
+from harness.traces.cli import add_to
+from harness.traces.commands import Replay, read_measured, run_curve, run_surface
+from harness.traces.load import Loaded, TraceOptions, compile_trace, convert_trace, describe, load
+from harness.traces.tables import readable, write_csv
 from sim.curves.capacity import Ruler, spaced
 from sim.curves.synthetic import random_trace
 from sim.curves.tree import build_tree
@@ -341,16 +341,16 @@ def loaded(trace: str, model: Path) -> Loaded:
 
 
 def test_plots_are_files_of_their_kind(loaded: Loaded, tmp_path: Path) -> None:
-    chart = curve_plots.cliff(run_curve(loaded, Replay()), mark_blocks=3)
+    chart = plots.cliff(run_curve(loaded, Replay()), mark_blocks=3)
     surface = run_surface(loaded, Replay())
     for name, plot in (
         ("cliff", chart),
-        ("map", curve_plots.heat_map(surface)),
-        ("sources", curve_plots.sources(run_surface(loaded, Replay(), gpu="3"))),
+        ("map", plots.heat_map(surface)),
+        ("sources", plots.sources(run_surface(loaded, Replay(), gpu="3"))),
     ):
-        curve_plots.save(plot, tmp_path / f"{name}.png")
+        plots.save(plot, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    curve_plots.save(chart, tmp_path / "c.svg")
+    plots.save(chart, tmp_path / "c.svg")
     svg = (tmp_path / "c.svg").read_text()
     for text in ("your GPU", "10.0% of blocks", "1.54k tokens", "95% of the ideal", "3.07k tokens",
                  "never evicting: 40.0%", "GiB"):  # fmt: skip
@@ -358,7 +358,7 @@ def test_plots_are_files_of_their_kind(loaded: Loaded, tmp_path: Path) -> None:
 
 
 def test_the_html_needs_no_network(loaded: Loaded, tmp_path: Path) -> None:
-    curve_plots.save(curve_plots.cliff(run_curve(loaded, Replay())), tmp_path / "c.html")
+    plots.save(plots.cliff(run_curve(loaded, Replay())), tmp_path / "c.html")
     html = (tmp_path / "c.html").read_text()
     assert not re.search(r"<script[^>]+src=|<link[^>]+href=", html)
 
@@ -366,7 +366,7 @@ def test_the_html_needs_no_network(loaded: Loaded, tmp_path: Path) -> None:
 def test_measured_points_lie_over_the_prediction(loaded: Loaded, tmp_path: Path) -> None:
     file = tmp_path / "m.csv"
     file.write_text("gpu_blocks,hit_share\n3,0.1\n5,0.3\n", encoding="utf-8-sig")
-    chart = curve_plots.cliff(run_curve(loaded, Replay()), measured=read_measured(file))
+    chart = plots.cliff(run_curve(loaded, Replay()), measured=read_measured(file))
     assert chart["layer"][-1]["data"]["values"] == [
         {"tokens": 1536, "share": 0.1},
         {"tokens": 2560, "share": 0.3},
@@ -386,7 +386,7 @@ def lines_of(chart: dict[str, Any]) -> list[list[dict[str, float]]]:
 
 def test_contours_follow_the_cells_that_reach_a_share(loaded: Loaded) -> None:
     upto6 = "1,2,3,4,5,6"
-    chart = curve_plots.heat_map(run_surface(loaded, Replay(), gpu=upto6, host=upto6))
+    chart = plots.heat_map(run_surface(loaded, Replay(), gpu=upto6, host=upto6))
     diagonal, target, *rounds = lines_of(chart)
     assert [point["x"] == point["y"] for point in diagonal] == [True, True]
     # 4 of 10 blocks at most: contours at 38 %, 95 % of that, and 30, 20, 10 %. The last needs 3
@@ -408,7 +408,7 @@ def test_a_map_whose_tokens_are_mostly_computed_has_contours_and_labels_too(
             for i, first in enumerate((1, 2, 1))]  # fmt: skip
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
-    chart = curve_plots.heat_map(run_surface(loaded, Replay()))
+    chart = plots.heat_map(run_surface(loaded, Replay()))
     assert len(lines_of(chart)) > 1
     svg = rendered(chart, tmp_path)
     assert "2%: 95% of the ideal" in svg
@@ -416,12 +416,12 @@ def test_a_map_whose_tokens_are_mostly_computed_has_contours_and_labels_too(
 
 
 def rendered(chart: dict[str, Any], folder: Path) -> str:
-    curve_plots.save(chart, folder / "c.svg")
+    plots.save(chart, folder / "c.svg")
     return (folder / "c.svg").read_text()
 
 
 def test_the_cliffs_axis_ends_a_little_above_its_ceiling(loaded: Loaded) -> None:
-    chart = curve_plots.cliff(run_curve(loaded, Replay()))  # 40 % of the blocks at most
+    chart = plots.cliff(run_curve(loaded, Replay()))  # 40 % of the blocks at most
     domains = [
         layer["encoding"]["y"]["scale"]["domain"] for layer in chart["layer"] if "encoding" in layer
     ]
@@ -438,7 +438,7 @@ def test_a_cliffs_texts_cover_neither_its_curve_nor_each_other(tmp_path: Path, s
     loaded = Loaded(tree, tree.requests.order(), Ruler(16), (), (), starts_known=True)
     run = run_curve(loaded, Replay())
     mark = draw.randint(1, 2 * tree.n_blocks)
-    chart = curve_plots.cliff(run, mark_blocks=mark)
+    chart = plots.cliff(run, mark_blocks=mark)
     svg = rendered(chart, tmp_path)
     texts = [layer["mark"] for layer in chart["layer"] if "text" in layer["mark"]]
     assert all(mark["text"][0] in svg for mark in texts)
@@ -460,7 +460,7 @@ def test_a_cliffs_texts_cover_neither_its_curve_nor_each_other(tmp_path: Path, s
 
 def test_one_gpu_capacity_gives_token_sources_by_host_capacity(loaded: Loaded) -> None:
     surface = run_surface(loaded, Replay(), gpu="3", host="1,5,6")
-    chart = curve_plots.surface_chart(surface)
+    chart = plots.surface_chart(surface)
     assert chart["layer"][0]["mark"]["type"] == "area"
     sums = Counter[int]()
     for row in chart["layer"][0]["data"]["values"]:
@@ -471,15 +471,15 @@ def test_one_gpu_capacity_gives_token_sources_by_host_capacity(loaded: Loaded) -
         "prompt tokens; a host tier up to 30.0% more"
     )
     with pytest.raises(InputError, match="at one GPU capacity, not at 2"):
-        curve_plots.sources(run_surface(loaded, Replay(), gpu="2,3", host="1"))
+        plots.sources(run_surface(loaded, Replay(), gpu="2,3", host="1"))
 
 
 def test_a_trace_without_reuse_is_said_to_have_none(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps(ROWS[0]))
     loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
     for chart in (
-        curve_plots.cliff(run_curve(loaded, Replay())),
-        curve_plots.surface_chart(run_surface(loaded, Replay())),
+        plots.cliff(run_curve(loaded, Replay())),
+        plots.surface_chart(run_surface(loaded, Replay())),
     ):
         assert chart["title"]["text"] == "No prompt begins like an earlier one: nothing to keep"
         rendered(chart, tmp_path)
@@ -515,13 +515,13 @@ def test_a_large_surface_is_printed_in_part_and_says_so(loaded: Loaded) -> None:
 def test_a_plot_of_another_kind_or_of_nothing_is_refused(loaded: Loaded, tmp_path: Path) -> None:
     surface = run_surface(loaded, Replay(), gpu="1,2", host="1,2")
     with pytest.raises(InputError, match=r"must end in \.png, \.svg, \.html, \.json"):
-        curve_plots.save({}, tmp_path / "c.pdf")
+        plots.save({}, tmp_path / "c.pdf")
     for gpu, kind in (("0", "host"), ("0,0", "host"), ("0,1", "pair of")):
         nothing = run_surface(loaded, Replay(), gpu=gpu, host="0")
         with pytest.raises(InputError, match=f"no {kind} capacit.* above 0 to plot"):
-            curve_plots.surface_chart(nothing)
+            plots.surface_chart(nothing)
     with pytest.raises(InputError, match="cannot write"):
-        curve_plots.save(curve_plots.heat_map(surface), tmp_path / "no" / "c.json")
+        plots.save(plots.heat_map(surface), tmp_path / "no" / "c.json")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "trace.jsonl"]
 
 

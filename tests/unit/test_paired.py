@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from harness.paired import MIN_BLOCKS_FOR_INTERVAL, compared, interval
+from harness.arm_names import compared
+from harness.paired import MIN_BLOCKS_FOR_INTERVAL, interval
 
 
 @pytest.mark.parametrize(

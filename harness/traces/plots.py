@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.curve_axes import (
+from harness.errors import InputError
+from harness.traces.axes import (
     BLUE,
     GREEN,
     GREY,
@@ -31,9 +32,8 @@ from harness.curve_axes import (
     sizes,
     tokens_axis,
 )
-from harness.curve_commands import CurveRun, SurfaceRun
-from harness.curve_traces import Loaded, writing
-from harness.errors import InputError
+from harness.traces.commands import CurveRun, SurfaceRun
+from harness.traces.load import Loaded, writing
 from sim.curves.stack import Curve
 
 _Box = tuple[float, float, float, float]

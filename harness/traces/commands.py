@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.curve_traces import SCHEMA, Loaded, head, input_errors, share_of
 from harness.errors import InputError
+from harness.traces.load import SCHEMA, Loaded, head, input_errors, share_of
 from sim.curves import bands, replay
 from sim.curves.capacity import spaced
 from sim.curves.concurrent import concurrent_curve, events_of, read_lifetimes

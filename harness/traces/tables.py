@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.curve_traces import share_of, writing
+from harness.traces.load import share_of, writing
 
 _MOST_PAIRS = 100
 """Pairs of a surface that are printed as text."""

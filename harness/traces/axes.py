@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from harness.curve_traces import Loaded
+from harness.traces.load import Loaded
 
 Chart = dict[str, Any]
 """A Vega-Lite document, or a part of one."""

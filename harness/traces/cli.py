@@ -14,8 +14,8 @@ from harness.files import refuse_evidence
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from harness.curve_axes import Chart
-    from harness.curve_traces import Loaded, TraceOptions
+    from harness.traces.axes import Chart
+    from harness.traces.load import Loaded, TraceOptions
 
 Trace = Annotated[
     str, typer.Argument(help="Trace file, folder or archive, compiled or not; - reads stdin.")
@@ -63,7 +63,7 @@ def compile_command(
     as_json: AsJson = False,
 ) -> None:
     """Compile a trace to a small file."""
-    from harness.curve_traces import compile_trace
+    from harness.traces.load import compile_trace
 
     refuse_evidence(output)
     with console.ReadProgress() as reading:
@@ -80,7 +80,7 @@ def describe(
     as_json: AsJson = False,
 ) -> None:
     """Say what a trace holds."""
-    from harness.curve_traces import describe as describe_trace
+    from harness.traces.load import describe as describe_trace
 
     with console.ReadProgress() as reading:
         content = describe_trace(trace, _options(block_tokens, full_blocks), progress=reading.told)
@@ -101,7 +101,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write a trace for another tool."""
-    from harness.curve_traces import convert_trace
+    from harness.traces.load import convert_trace
 
     refuse_evidence(output)
     with console.ReadProgress() as reading:
@@ -162,8 +162,8 @@ def curve(
     as_json: AsJson = False,
 ) -> None:
     """Hits at every GPU capacity, exactly."""
-    from harness.curve_commands import Replay, read_measured, run_curve
-    from harness.curve_plots import cliff
+    from harness.traces.commands import Replay, read_measured, run_curve
+    from harness.traces.plots import cliff
 
     _check_outputs(plot, csv)
     points = read_measured(measured) if measured else ()
@@ -213,8 +213,8 @@ def surface(
     as_json: AsJson = False,
 ) -> None:
     """Token sources at every GPU x host capacity."""
-    from harness.curve_commands import Replay, run_surface
-    from harness.curve_plots import surface_chart
+    from harness.traces.commands import Replay, run_surface
+    from harness.traces.plots import surface_chart
 
     _check_outputs(plot, csv)
     loaded = _load(
@@ -237,7 +237,7 @@ def _options(
     seed: int | None = None,
     time_scale: float = 1.0,
 ) -> "TraceOptions":
-    from harness.curve_traces import TraceOptions
+    from harness.traces.load import TraceOptions
 
     return TraceOptions(
         block_tokens=block_tokens,
@@ -249,7 +249,7 @@ def _options(
 
 
 def _model(name: str | None) -> Path | None:
-    from harness.curve_traces import input_errors
+    from harness.traces.load import input_errors
     from sim.geometry import find_model
 
     if name is None:
@@ -259,7 +259,7 @@ def _model(name: str | None) -> Path | None:
 
 
 def _load(trace: str, options: "TraceOptions", model: str | None, kv_dtype: str) -> "Loaded":
-    from harness.curve_traces import load
+    from harness.traces.load import load
 
     with console.ReadProgress() as reading:
         return load(trace, options, model=_model(model), kv_dtype=kv_dtype, progress=reading.told)
@@ -267,7 +267,7 @@ def _load(trace: str, options: "TraceOptions", model: str | None, kv_dtype: str)
 
 def _check_outputs(plots: list[Path] | None, csv: Path | None) -> None:
     """Refuse what cannot be written before a long trace is read, or half of it written."""
-    from harness.curve_plots import check_ending
+    from harness.traces.plots import check_ending
 
     for path in plots or ():
         check_ending(path)
@@ -284,8 +284,8 @@ def _give(
     as_json: bool,
 ) -> None:
     """The files asked for, then the answer itself."""
-    from harness.curve_plots import save
-    from harness.curve_tables import readable, write_csv
+    from harness.traces.plots import save
+    from harness.traces.tables import readable, write_csv
 
     if csv:
         write_csv(content, csv)
