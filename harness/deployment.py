@@ -6,15 +6,16 @@ shape are enough. Nothing is started and no plan is needed.
 
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.capacity import host_edge_of, is_affordable, least_from
+from harness.deployment_words import sentences
 from harness.errors import InputError
 from harness.files import describe_invalid
 from sim.geometry import GIB, find_model
@@ -30,6 +31,7 @@ _REQUEST_IN_BLOCKS = 30  # a request by itself takes as long as so many of its b
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Passes = dict[str, dict[str, int]]
 
 _SIZE_IS = {
     "lmcache": "per worker, max_local_cpu_size",
@@ -44,6 +46,8 @@ class Deployment(BaseModel):
     ``gpu_kv_tokens`` is vLLM's log line "GPU KV cache size: N tokens". ``host_gib`` is the size as
     it is configured: of each worker for ``lmcache``, of the server for ``lmcache-mp``, in all for
     ``native``. The documents are asked in ``passes``, each time with a question of its own.
+    ``chunk_tokens`` is LMCache's 256 unless said, and a block for ``native``, whose
+    blocks_per_chunk is 1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -67,6 +71,13 @@ class Deployment(BaseModel):
     policy: Literal["LRU", "noop"] = "LRU"
     max_num_batched_tokens: Count = 8192
 
+    @model_validator(mode="before")
+    @classmethod
+    def _chunks_of_native(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("host") == "native":
+            return {"chunk_tokens": fields.get("block_size", 16)} | fields
+        return fields
+
     @property
     def prompt_tokens(self) -> int:
         """Tokens of every prompt."""
@@ -78,9 +89,23 @@ class Deployment(BaseModel):
         return self.document_tokens // self.block_size
 
     @property
+    def evicts_early(self) -> bool:
+        """Whether the host tier evicts before it is full."""
+        return self.host == "lmcache-mp" and self.policy != "noop"
+
+    @property
     def request_blocks(self) -> int:
         """Blocks a request holds at its end; its last generated token never gets a slot."""
         return -(-(self.prompt_tokens + self.output_tokens - 1) // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Enough:
+    """The host tier that is enough, and whether it is the least, and larger ones are enough too."""
+
+    chunks: int | None
+    is_least: bool
+    is_steady: bool
 
 
 def read_deployment(path: Path) -> Deployment:
@@ -111,8 +136,10 @@ def describe(deployment: Deployment) -> dict[str, Any]:
     ``enough`` are sizes at which replays find every document, each tier alone (``gpu_tokens``,
     ``host_chunks``, ``host_gib``; null for a host that can serve none). They are the least: one
     block or chunk less, predicted too, falls short; unless ``host_is_least`` is false, for a
-    description too large to look for it. ``predicted`` has prompt tokens by pass and source,
-    ``predicted_with_enough_host`` those beside a host tier of that size.
+    description too large to look for it. ``host_is_steady`` is false where a larger host was seen
+    to serve less, as a watermark's may; ``advised_gib``, in tenths, serves as well as the least.
+    ``predicted`` has prompt tokens by pass and source, ``predicted_with_enough_host`` those beside
+    a host tier of ``host_chunks``.
     ``inexact_because`` is empty where the prediction is exact to the token for one request at a
     time. Raises InputError for a model or sizes no server could have.
     """
@@ -123,8 +150,12 @@ def describe(deployment: Deployment) -> dict[str, Any]:
         predicted = _predict(
             deployment, _tiers(deployment, host["chunks"], chunk_bytes=host["chunk_bytes"])
         )
-        chunks, is_least = _enough_host(deployment)
-        better = None if chunks is None else _predict(deployment, _tiers(deployment, chunks))
+        enough = _enough_host(deployment)
+        chunks = enough.chunks
+        better = advised = None
+        if chunks is not None:
+            better = _predict(deployment, _tiers(deployment, chunks))
+            advised = _advised_gib(deployment, enough, better, host["chunk_bytes"])
     except NotPredictable as error:
         raise InputError(f"this deployment cannot be predicted: {error}") from None
     except ValueError as error:
@@ -140,18 +171,21 @@ def describe(deployment: Deployment) -> dict[str, Any]:
             "gpu_tokens": _enough_gpu(deployment) * deployment.block_size,
             "host_chunks": chunks,
             "host_gib": None if chunks is None else chunks * host["chunk_bytes"] / GIB,
-            "host_is_least": is_least,
+            "host_is_least": enough.is_least,
+            "host_is_steady": enough.is_steady,
+            "advised_gib": advised,
         },
         "predicted": predicted,
         "predicted_with_enough_host": better,
         "inexact_because": inexact,
     }
-    return content | {"paragraph": " ".join(_sentences(deployment, content))}
+    return content | {"paragraph": " ".join(sentences(deployment, content))}
 
 
 def _only_group(deployment: Deployment) -> tuple[KvGroup, list[str]]:
     """The model's one group of layers, and why a prediction for it is not exact."""
     layout = KvLayout.from_config(find_model(deployment.model), deployment.kv_dtype)
+    layout.check_workers(deployment.tensor_parallel)
     if len(layout.groups) > 1 or layout.groups[0].kind not in ("full_attention", "mla"):
         held = "; ".join(
             f"{g.layers} layers of {g.kind}: "
@@ -237,20 +271,27 @@ def _lru_blocks(deployment: Deployment) -> int:
     return max(counted, 1 + d.request_blocks)
 
 
-def _enough_host(deployment: Deployment) -> tuple[int | None, bool]:
-    """Chunks that serve every replay as an endless host would, and whether they are the least."""
+def _enough_host(deployment: Deployment) -> _Enough:
+    """Chunks that serve every replay as an endless host would; None where there are none."""
     d = deployment
-    shared = d.document_tokens // d.chunk_tokens
-    if d.host == "none" or not shared:
-        return None, True
-    per_prompt = d.prompt_tokens // d.chunk_tokens
+    if d.host == "none" or d.document_tokens < d.chunk_tokens:
+        return _Enough(None, is_least=True, is_steady=True)
+    n_touched = (
+        d.documents * len(d.passes) * (d.prompt_tokens // d.chunk_tokens + _REQUEST_IN_BLOCKS)
+    )
+    if is_affordable(n_touched):
+        edge = host_edge_of(list(_at_host(d)), _tiers(d, 0))
+        return _Enough(edge.smallest, is_least=True, is_steady=edge.is_steady)
+    return _Enough(_endless_chunks(d), is_least=False, is_steady=True)
+
+
+def _endless_chunks(deployment: Deployment) -> int:
+    """A host tier that evicts nothing: neither documents nor chunks that questions complete."""
+    d = deployment
+    shared, per_prompt = d.document_tokens // d.chunk_tokens, d.prompt_tokens // d.chunk_tokens
     n_prompts = d.documents * len(d.passes)
-    if is_affordable(n_prompts * (per_prompt + _REQUEST_IN_BLOCKS)):
-        return host_edge_of(list(_at_host(d)), _tiers(d, 0)).smallest, True
-    # Nothing is ever evicted: not the documents, nor the chunks that questions complete.
     distinct = d.documents * shared + n_prompts * (per_prompt - shared)
-    may_evict = d.host == "lmcache-mp" and d.policy != "noop"
-    return (int(distinct / d.watermark) + 1 if may_evict else distinct), False
+    return int(distinct / d.watermark) + 1 if d.evicts_early else distinct
 
 
 def _at_host(deployment: Deployment) -> Iterator[HostRequest]:
@@ -289,10 +330,10 @@ def _tiers(deployment: Deployment, host_chunks: int, *, chunk_bytes: int | None 
     return replace(tiers, host_bytes=int(deployment.host_gib * GIB), chunk_bytes=chunk_bytes)
 
 
-def _predict(deployment: Deployment, tiers: TierSpec) -> dict[str, dict[str, int]]:
+def _predict(deployment: Deployment, tiers: TierSpec) -> Passes:
     """Prompt tokens by pass and source."""
     predictor = Predictor(tiers)
-    passes: dict[str, dict[str, int]] = {}
+    passes: Passes = {}
     for name, document in _requests(deployment):
         split = _ask(predictor, deployment, document)
         sums = passes.setdefault(name, {"computed": 0, "gpu_hit": 0, "host_loaded": 0})
@@ -322,93 +363,20 @@ def _requests(deployment: Deployment) -> Iterator[tuple[str, int]]:
             yield name, document
 
 
-def _sentences(deployment: Deployment, content: dict[str, Any]) -> Iterator[str]:
-    """The paragraph, sentence by sentence: sizes, outcome, cause, and what would have worked."""
-    d, host = deployment, content["host"]
-    on_each = f" on each of {d.tensor_parallel} workers" if d.tensor_parallel > 1 else ""
-    beside = "."
-    if d.host != "none":
-        beside = f" and the host tier {host['tokens']:,} ({d.host_gib:g} GiB {host['gib_is']})."
-    yield (
-        f"{d.documents:,} documents of {d.document_tokens:,} tokens are "
-        f"{d.documents * d.document_tokens:,} tokens of KV; the GPU tier holds {d.gpu_kv_tokens:,} "
-        f"({content['gpu']['gib_per_worker']:.1f} GiB{on_each}){beside}"
-    )
-    if len(d.passes) == 1:
-        yield "Every document is asked once, so no cache has anything to serve: ask them again."
-        return
-    served = _replays(content["predicted"])
-    yield (
-        f"Of the replays' {sum(served.values()):,} prompt tokens {served['computed']:,} are "
-        f"computed, {served['gpu_hit']:,} found on the GPU and {served['host_loaded']:,} loaded "
-        "from the host."
-    )
-    yield _verdict(deployment, content, served)
-    if content["inexact_because"]:
-        yield "Not exact to the token: " + "; ".join(content["inexact_because"]) + "."
+def _advised_gib(deployment: Deployment, enough: _Enough, best: Passes, chunk_bytes: int) -> float:
+    """A host size to set, in tenths of a GiB, that is predicted to serve like ``best``.
+
+    Under a watermark a larger store may serve less than a smaller one; where that is seen, the
+    size that never evicts is advised, for no larger one can fail.
+    """
+    assert enough.chunks is not None, "nobody is advised a host that can serve nothing"
+    gib = _tenths(enough.chunks * chunk_bytes)
+    d = deployment.model_copy(update={"host_gib": gib})
+    tiers = _tiers(d, int(gib * GIB) // chunk_bytes, chunk_bytes=chunk_bytes)
+    if enough.is_steady and _predict(d, tiers) == best:
+        return gib
+    return max(gib, _tenths(_endless_chunks(d) * chunk_bytes))
 
 
-def _verdict(deployment: Deployment, content: dict[str, Any], served: dict[str, int]) -> str:
-    d, enough = deployment, content["enough"]
-    by_gpu = f"a GPU tier of {enough['gpu_tokens']:,} tokens would find every document"
-    whole = d.document_blocks * d.block_size
-    if whole == 0:
-        return (
-            f"No gain: a document has fewer tokens than a KV block ({d.block_size}), so nothing of "
-            "it can be reused; use smaller blocks."
-        )
-    if served["gpu_hit"] == whole * d.documents * (len(d.passes) - 1):
-        return "No gain from a host tier: the GPU tier finds every document by itself."
-    if d.host == "none":
-        return f"There is no host tier; {by_gpu}."
-    if enough["host_chunks"] is None:
-        return (
-            f"No gain, 0 host hits: a document has fewer tokens than a host chunk ({d.chunk_tokens}), "
-            f"so the host can never serve one; use smaller chunks, or {by_gpu}."
-        )
-    best = _replays(content["predicted_with_enough_host"])
-    if served == best:
-        return "The host tier keeps every document."
-    gib = ceil(enough["host_gib"] * 10) / 10
-    return (
-        f"{_why_host_fails(deployment, content, served)} What works: with {gib:g} GiB "
-        f"({content['host']['gib_is']}) {best['host_loaded']:,} tokens are loaded and "
-        f"{best['computed']:,} computed; {by_gpu}, too. "
-        + (
-            "Neither does with a chunk or a block less."
-            if enough["host_is_least"]
-            else "Less host memory may do: the least was too much to look for."
-        )
-    )
-
-
-def _why_host_fails(deployment: Deployment, content: dict[str, Any], served: dict[str, int]) -> str:
-    d, host = deployment, content["host"]
-    lead = "Less than it could be" if served["host_loaded"] else "No gain, 0 host hits"
-    if d.prompt_tokens // d.chunk_tokens > host["chunks"]:
-        return f"{lead}: not even one prompt fits the host tier."
-    if host["tokens"] <= d.gpu_kv_tokens:
-        return (
-            f"{lead}: the host tier is no larger than the GPU tier and is written through, so it "
-            "holds little that the GPU does not."
-        )
-    rule = f" and evicts from {d.watermark:.0%} on" if d.host == "lmcache-mp" else ""
-    if d.policy == "noop":
-        rule = " and evicts nothing, so what comes late is never stored"
-    walk = ""
-    if d.policy != "noop" and any(a == b for a, b in pairwise(d.passes)):
-        walk = "; a walk in the same order asks for each one just after it has gone"
-    kept = int(host["tokens"] * (d.watermark if d.host == "lmcache-mp" else 1))
-    return (
-        f"{lead}: the host tier keeps at most {kept:,} tokens{rule}, fewer than the documents and "
-        f"their questions need{walk}."
-    )
-
-
-def _replays(predicted: dict[str, dict[str, int]]) -> dict[str, int]:
-    """Prompt tokens by source, all passes but the first together."""
-    replays = list(predicted.values())[1:]
-    return {
-        source: sum(tokens[source] for tokens in replays)
-        for source in ("computed", "gpu_hit", "host_loaded")
-    }
+def _tenths(n_bytes: int) -> float:
+    return ceil(n_bytes / GIB * 10) / 10

@@ -1,4 +1,4 @@
-"""Why a plan cannot show an effect, or shows another one than meant: numbers, cause, what to change.
+"""Why a plan cannot show an effect, or shows another one than meant: numbers, cause, remedy.
 
 Everything is read off the plan and its predictions; nothing has run yet.
 """

@@ -71,6 +71,7 @@ class PredictSpec(_Strict):
     ``chunk_bytes`` is one chunk's KV before alignment: given, or from ``model`` (a path, or a hub
     id already downloaded) in ``kv_dtype``; without both, bytes are null. ``host_bytes`` makes the
     watermark of ``lmcache-mp`` exact to the byte and can stand for ``host_chunks``.
+    ``chunk_size`` is LMCache's 256 unless said, and a block for ``native`` (blocks_per_chunk 1).
     """
 
     engine: str
@@ -92,6 +93,13 @@ class PredictSpec(_Strict):
     concurrency: Count = 1
     speculative_tokens: Annotated[int, Field(ge=0)] = 0
     lazy_offload: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _chunks_of_native(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("host") == "native" and "block_size" in fields:
+            return {"chunk_size": fields["block_size"]} | fields
+        return fields
 
     @model_validator(mode="after")
     def _is_predictable(self) -> Self:

@@ -67,7 +67,7 @@ class GpuPool:
         return blocks
 
     def take(self, hit: Sequence[int], n_blocks: int) -> list[int]:
-        """The ``n_blocks`` blocks a request holds: ``hit`` first, then blocks from the queue's head.
+        """The ``n_blocks`` blocks a request holds: ``hit`` first, then from the queue's head.
 
         A block taken from the head forgets its key. Raises ValueError, and changes nothing, when
         the pool cannot supply them.

@@ -25,11 +25,10 @@ POLICIES = ("LRU", "noop")
 class HostChunks(ChunkStore):
     """LMCache's host store: chunks of equal size, under watermark eviction.
 
-    ``watermark`` and ``evict_ratio`` are shares in
-    (0, 1]. ``total_bytes`` and ``chunk_bytes`` make the usage ratio exact: LMCache divides used
-    bytes by all bytes, and a store is rarely a whole number of chunks; without them the ratio is
-    chunks over ``capacity``. Raises ValueError for values that contradict each other and
-    NotPredictable for a policy that is not modelled.
+    ``watermark`` and ``evict_ratio`` are shares in (0, 1]. ``total_bytes`` and ``chunk_bytes``
+    make the usage ratio exact: LMCache divides used bytes by all bytes, and a store is rarely a
+    whole number of chunks; without them the ratio is chunks over ``capacity``. Raises ValueError
+    for values that contradict each other and NotPredictable for a policy that is not modelled.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ class NativeChunks(ChunkStore):
     """A store evicts what it needs, at once and all or nothing.
 
     ``recency`` says when a request's chunks become the most recent: ``finish`` once, when the
-    request has finished (vLLM 0.31 and 0.32, ``LRUCachePolicy.on_request_finished``); ``access`` at every
-    load and offer, too (≥ 0.33, ``on_request_access``).
+    request has finished (vLLM 0.31 and 0.32, ``LRUCachePolicy.on_request_finished``); ``access``
+    at every load and offer, too (≥ 0.33, ``on_request_access``).
     """
 
     def __init__(self, capacity: int, chunk_tokens: int, *, recency: Recency) -> None:

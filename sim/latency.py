@@ -5,8 +5,8 @@
                       after c cached ones
 
 n·(c + n/2) is the number of (query, key) pairs causal attention computes, up to n/2. ``setup`` is
-what a load costs whatever its size. One prefill step a prompt is assumed (``max_num_batched_tokens``
-at least the longest prompt), and one request in flight.
+what a load costs whatever its size. One prefill step a prompt is assumed
+(``max_num_batched_tokens`` at least the longest prompt), and one request in flight.
 
 Times are seconds. What the calibration rows cannot tell apart is decided exactly, in rationals,
 and no prediction that would depend on it is made unless asked for.
@@ -90,8 +90,9 @@ class Coefficient:
     """``used``: what predictions multiply with. ``standard_error`` None: not identified.
 
     ``status``: ``identified``; ``at zero`` (the fit puts it at its bound, or cannot tell it from
-    the others to working precision); ``only together`` (``used`` is right only where the others of its group come with it);
-    ``never seen`` (no row has any of it). Only an identified one is a measurement by itself.
+    the others to working precision); ``only together`` (``used`` is right only where the others of
+    its group come with it); ``never seen`` (no row has any of it). Only an identified one is a
+    measurement by itself.
     """
 
     name: str
@@ -134,7 +135,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Coefficients in the order of NAMES; ``inverse`` of the weighted normal matrix over ``columns``.
+    """Coefficients in the order of NAMES; ``inverse`` of the weighted normal matrix of ``columns``.
 
     ``columns`` are all that the rows determine, or only those above 0 where rounding hides the
     others. ``scale`` are the columns' largest values: the solving is done on columns in [0, 1].
@@ -149,7 +150,7 @@ class _Fit:
         return sum(x * b for x, b in zip(features, self.used, strict=True))
 
     def variance(self, features: Sequence[float]) -> float:
-        """x'(X'WX)⁻¹x: the variance of a combination of coefficients, in units of the residuals'."""
+        """x'(X'WX)⁻¹x: variance of a combination of coefficients, in units of the residuals'."""
         x = [features[i] / self.scale[i] for i in self.columns]
         terms = (
             a * b * c

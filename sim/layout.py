@@ -66,6 +66,7 @@ _CLASS_DEFAULTS: dict[str, dict[str, int]] = {
         "sliding_window": 4096,
     },
     "gpt_oss": {"sliding_window_pattern": 2},
+    "cohere2": {"sliding_window_pattern": 4, "sliding_window": 4096},
 }
 
 
@@ -105,11 +106,15 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Every group of a model, in the order its first layer appears, and what stayed unknown."""
+    """Every group of a model, in the order its first layer appears, and what stayed unknown.
+
+    ``attention_heads``: query heads of a layer, None where the config does not tell.
+    """
 
     source: Path
     groups: tuple[KvGroup, ...]
     unknown: tuple[str, ...] = ()
+    attention_heads: int | None = None
 
     @classmethod
     def from_config(cls, path: Path, kv_dtype: str) -> "KvLayout":
@@ -150,6 +155,17 @@ class KvLayout:
         if self.unknown:
             return "; ".join(self.unknown)
         return None
+
+    def check_workers(self, workers: int) -> None:
+        """Raise ValueError for a number of tensor-parallel ranks vLLM refuses for this model.
+
+        ``ModelConfig.verify_with_parallel_config`` of vLLM 0.32: the heads must be divisible.
+        """
+        if self.attention_heads is not None and self.attention_heads % workers:
+            raise ValueError(
+                f"{self.attention_heads} attention heads cannot be shared by {workers} "
+                "tensor-parallel ranks"
+            )
 
     def bytes_for(self, n_tokens: int) -> int | None:
         """Bytes the groups keep of one sequence of ``n_tokens``; None when a size is unknown.
@@ -211,7 +227,10 @@ class _Reader:
             unknown.append("index_topk: the sparse indexer keeps a cache of its own, not counted")
         if not groups:
             raise ValueError(f"{self.file}: no layer keeps KV")
-        return KvLayout(self.file, tuple(groups), tuple(unknown))
+        heads = None
+        if self.text.get("num_attention_heads") is not None:
+            heads = self._size("num_attention_heads")
+        return KvLayout(self.file, tuple(groups), tuple(unknown), heads)
 
     def _refuse_unknown(self) -> None:
         text = self.text
@@ -350,8 +369,8 @@ class _Reader:
         if group.state_bytes is None:
             return "state: the config does not tell this module the size of a recurrent state"
         return (
-            "state: sized in the model's own dtype; vLLM pads it to a page of the attention layers, "
-            "and --mamba-cache-dtype changes it"
+            "state: sized in the model's own dtype; vLLM pads it to a page of the attention "
+            "layers, and --mamba-cache-dtype changes it"
         )
 
     def _size(self, field: str, *, least: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""Small linear algebra for ``sim/latency.py``: what rows determine, exactly; and a plain inverse."""
+"""Small linear algebra for ``sim/latency.py``: what rows determine, exactly, and an inverse."""
 
 from collections.abc import Sequence
 from fractions import Fraction

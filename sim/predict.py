@@ -34,7 +34,7 @@ class Prediction:
 
 
 class Predictor:
-    """One server's tiers, request by request; ``request`` moves them on, nothing moves them back."""
+    """One server's tiers, request by request; ``request`` moves them on, nothing back."""
 
     def __init__(self, tiers: TierSpec) -> None:
         """Start with both tiers empty.

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 HostKind = Literal["none", "lmcache-mp", "lmcache", "native"]
-"""``lmcache-mp``: LMCache's server. ``lmcache``: LMCache in vLLM's process. ``native``: vLLM's own."""
+"""``lmcache-mp``: LMCache's server. ``lmcache``: it in vLLM's process. ``native``: vLLM's own."""
 
 HOST_KINDS: tuple[HostKind, ...] = ("none", "lmcache-mp", "lmcache", "native")
 

@@ -71,7 +71,7 @@ def tokens_axis(title: str, loaded: Loaded, tokens: Sequence[float]) -> Chart:
         per_token = gib_per_block / loaded.ruler.block_tokens
         label["title"] = f"{title} (tokens, GiB of KV)"
         label["labelExpr"] = (
-            f"[format(datum.value, '~s'), format(datum.value * {per_token!r}, '.2~r') + ' GiB']"
+            f"[format(datum.value, '~s'), format(datum.value * {per_token!r}, ',.2~r') + ' GiB']"
         )
     return {
         "field": "tokens",

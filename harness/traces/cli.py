@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness import console
-from harness.files import refuse_evidence
+from harness.errors import InputError
+from harness.files import refuse_evidence, refuse_missing_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +44,10 @@ LastToken = Annotated[
 ]
 WarmUp = Annotated[float, typer.Option(help="Share of the requests that only warm the caches.")]
 Plots = Annotated[
-    list[Path] | None, typer.Option("--plot", help="Write a plot: .png, .svg, .html or .json.")
+    list[Path] | None,
+    typer.Option(
+        "--plot", "--png", "--svg", "--html", help="Write a plot: .png, .svg, .html or .json."
+    ),
 ]
 Csv = Annotated[Path | None, typer.Option("--csv", help="Write the points as CSV.")]
 
@@ -65,7 +69,7 @@ def compile_command(
     """Compile a trace to a small file."""
     from harness.traces.load import compile_trace
 
-    refuse_evidence(output)
+    _check_files(trace, [output])
     with console.ReadProgress() as reading:
         content = compile_trace(
             trace, output, _options(block_tokens, full_blocks), progress=reading.told
@@ -103,7 +107,7 @@ def convert(
     """Write a trace for another tool."""
     from harness.traces.load import convert_trace
 
-    refuse_evidence(output)
+    _check_files(trace, [output])
     with console.ReadProgress() as reading:
         content = convert_trace(
             trace,
@@ -165,7 +169,7 @@ def curve(
     from harness.traces.commands import Replay, read_measured, run_curve
     from harness.traces.plots import cliff
 
-    _check_outputs(plot, csv)
+    _check_outputs(trace, plot, csv)
     points = read_measured(measured) if measured else ()
     loaded = _load(
         trace, _options(block_tokens, full_blocks, spread_hours, seed, time_scale), model, kv_dtype
@@ -216,7 +220,7 @@ def surface(
     from harness.traces.commands import Replay, run_surface
     from harness.traces.plots import surface_chart
 
-    _check_outputs(plot, csv)
+    _check_outputs(trace, plot, csv)
     loaded = _load(
         trace, _options(block_tokens, full_blocks, spread_hours, seed, time_scale), model, kv_dtype
     )
@@ -265,14 +269,24 @@ def _load(trace: str, options: "TraceOptions", model: str | None, kv_dtype: str)
         return load(trace, options, model=_model(model), kv_dtype=kv_dtype, progress=reading.told)
 
 
-def _check_outputs(plots: list[Path] | None, csv: Path | None) -> None:
+def _check_outputs(trace: str, plots: list[Path] | None, csv: Path | None) -> None:
     """Refuse what cannot be written before a long trace is read, or half of it written."""
     from harness.traces.plots import check_ending
 
     for path in plots or ():
         check_ending(path)
-    for path in [*(plots or ()), *([csv] if csv else ())]:
+    _check_files(trace, [*(plots or ()), *([csv] if csv else ())])
+
+
+def _check_files(trace: str, outputs: list[Path]) -> None:
+    """InputError unless ``outputs`` are files of their own that can be written."""
+    for path in outputs:
         refuse_evidence(path)
+        refuse_missing_folder(path)
+        if trace != "-" and path.resolve() == Path(trace).resolve():
+            raise InputError(f"{path} is the trace itself; give the name of another file")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise InputError(f"two outputs are one file: {', '.join(map(str, outputs))}")
 
 
 def _give(
@@ -287,9 +301,9 @@ def _give(
     from harness.traces.plots import save
     from harness.traces.tables import readable, write_csv
 
+    chart = draw() if plots else {}  # first: what cannot be drawn leaves no file behind
     if csv:
         write_csv(content, csv)
-    chart = draw() if plots else {}
     for path in plots or ():
         save(chart, path)
         console.say(f"wrote {path}")

@@ -382,5 +382,5 @@ def _useless_host(points: Sequence[dict[str, Any]]) -> list[str]:
     most = max(point["host_loaded_tokens"] for point in small)
     return [
         f"{len(small)} pairs have a host tier no larger than the GPU tier; under write-through it "
-        f"loads at most {most / total:.2%} of the tokens there" if total else "no tokens"
-    ]  # fmt: skip
+        f"loads at most {share_of(most, total) or 0:.2%} of the tokens there"
+    ]

@@ -96,7 +96,8 @@ def cliff(
 def _cliff_title(run: CurveRun, knee: int) -> str:
     if not knee:
         return "No prompt begins like an earlier one: nothing to keep"
-    return f"{TARGET:.0%} of the possible hits need {kv(run.loaded, knee * run.curve.unit_tokens, 'GPU')}"
+    needed = kv(run.loaded, knee * run.curve.unit_tokens, "GPU")
+    return f"{TARGET:.0%} of the possible hits need {needed}"
 
 
 def _about(loaded: Loaded, dots: Sequence[Any] = ()) -> str:
@@ -125,7 +126,8 @@ def _place(
     """Give each point's text a place ("x", "y" of its upper corner, "align") clear of the curve.
 
     Beside the line dropped from the point, as high as is free: to the right of a rising curve that
-    is right below the point; where the plot ends well before the text does, to the left of the line.
+    is right below the point; where the plot ends well before the text does, to the line's left.
+    Above the point where it lies too low for that.
     """
     low, high = np.log(domain[0]), np.log(domain[1])
 
@@ -140,9 +142,11 @@ def _place(
         at, first = drops[number][0] + 3, drops[number][1] + 8
         wide, tall = max(map(len, point["text"])) * _CHARACTER, len(point["text"]) * _LINE
         lowest = HEIGHT - tall - 4
+        below = np.arange(min(first, lowest), lowest + 1, 6.0)
         boxes = [(left, y, left + wide, y + tall)
+                 for heights in (below, np.arange(first - 16 - tall, 4.0, -6.0))
                  for left in (at + 9, at - 9 - wide) if 0 < left < WIDTH + _MARGIN - wide
-                 for y in np.arange(min(first, lowest), lowest + 1, 6.0)]  # fmt: skip
+                 for y in heights]  # fmt: skip
         taken = [*texts, *drops[:number], *drops[number + 1 :]]
         free = (box for box in boxes if _is_free(box, curve, taken))
         # Where nothing is free, right below: rather over something than left out.

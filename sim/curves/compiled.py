@@ -9,6 +9,7 @@ rounded times to microseconds.
 """
 
 import json
+import math
 import zipfile
 import zlib
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.curves.trace import MOST_NS, Ints, Requests, TraceError, check_totals
+from sim.curves.trace import MOST_NS, MOST_TOKENS, Ints, Requests, TraceError, check_totals
 from sim.curves.tree import PrefixTree
 
 SUFFIX = ".kvtrace.npz"
@@ -101,12 +102,21 @@ def _members(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
             missing = [name for name in names if name not in archive.files]
             if missing:
                 raise TraceError(f"{path}: no compiled trace: it lacks {', '.join(missing)}")
-            return {name: archive[name] for name in names}
+            return {name: _column(archive[name], name) for name in names}
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError) as error:
         # RuntimeError: a damaged header asks for a password or an unknown compression.
         raise TraceError(f"{path}: damaged compiled trace: {error}") from None
+
+
+def _column(values: NDArray[Any], name: str) -> NDArray[Any]:
+    """``values`` as they are; ValueError unless they are a row of integers, or of bytes."""
+    is_bytes = name in ("about", "is_next")
+    kinds = np.uint8 if is_bytes else np.signedinteger
+    if values.ndim != 1 or not np.issubdtype(values.dtype, kinds):
+        raise ValueError(f"{name} is an array of {values.dtype} with {values.ndim} dimensions")
+    return values
 
 
 def _about(members: dict[str, NDArray[Any]], path: Path) -> dict[str, Any]:
@@ -121,7 +131,30 @@ def _about(members: dict[str, NDArray[Any]], path: Path) -> dict[str, Any]:
             f"{path}: version {said.get('version')} of the format, but {VERSION} is read here: "
             "compile the trace again"
         )
+    unusable = _unusable_fields(said)
+    if unusable:
+        raise TraceError(f"{path}: damaged compiled trace: it says no usable {', '.join(unusable)}")
     return said
+
+
+def _unusable_fields(said: dict[str, Any]) -> list[str]:
+    """Fields of ``about`` that a trace cannot be made from; a JSON true is no number."""
+    kv_bytes = said.get("kv_bytes_per_token")
+    is_right = {
+        "source": isinstance(said.get("source"), str),
+        "starts_known": isinstance(said.get("starts_known"), bool),
+        "requests": _is_count(said.get("requests"), least=1),
+        "accesses": _is_count(said.get("accesses"), least=0),
+        "block_tokens": _is_count(said.get("block_tokens"), least=1),
+        "time_unit_ns": _is_count(said.get("time_unit_ns"), least=1),
+        "kv_bytes_per_token": kv_bytes is None
+        or (type(kv_bytes) in (int, float) and 0 < kv_bytes < math.inf),
+    }
+    return [field for field, is_usable in is_right.items() if not is_usable]
+
+
+def _is_count(value: Any, *, least: int) -> bool:
+    return type(value) is int and least <= value < MOST_TOKENS
 
 
 def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
@@ -136,14 +169,12 @@ def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
         session_start_ns=_times(wide["session_start"], said),
         input_tokens=np.cumsum(wide["input_tokens"]),
         output_tokens=wide["output_tokens"],
-        block_tokens=int(said["block_tokens"]),
-        source=str(said["source"]),
-        starts_known=bool(said["starts_known"]),
+        block_tokens=said["block_tokens"],
+        source=said["source"],
+        starts_known=said["starts_known"],
         kv_bytes_per_token=said["kv_bytes_per_token"],
     )
-    sizes = {len(requests.session), len(requests.input_tokens), len(requests.output_tokens)}
-    if sizes != {len(requests)} or len(requests) != said["requests"]:
-        raise ValueError("its columns differ in length")
+    _check_columns(requests, said["requests"])
     last_edge = np.cumsum(wide["last_edge"]).astype(np.int32)
     tree = PrefixTree.from_edges(requests, parent.astype(np.int32), length, last_edge)
     check_totals(requests, tree.blocks_of_requests(), lambda r: f"request {r}")
@@ -152,10 +183,25 @@ def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
     return tree
 
 
+def _check_columns(requests: Requests, n_requests: int) -> None:
+    sizes = {len(requests.session), len(requests.input_tokens), len(requests.output_tokens)}
+    if sizes != {len(requests)} or len(requests) != n_requests:
+        raise ValueError("its columns differ in length")
+    n_sessions = len(requests.session_start_ns)
+    for name, values, stop in (
+        ("session", requests.session, n_sessions),
+        ("input_tokens", requests.input_tokens, MOST_TOKENS),
+        ("output_tokens", requests.output_tokens, MOST_TOKENS),
+    ):
+        if len(values) and not 0 <= values.min() <= values.max() < stop:
+            raise ValueError(f"{name} {values.min()} to {values.max()} is not in [0, {stop})")
+
+
 def _times(steps: Ints, said: dict[str, Any]) -> Ints:
     """Nanoseconds; ValueError where they are no times."""
-    unit_ns, counts = int(said["time_unit_ns"]), np.cumsum(steps)
-    if unit_ns < 1 or (len(counts) and not 0 <= counts.min() <= counts.max() < MOST_NS // unit_ns):
+    unit_ns: int = said["time_unit_ns"]
+    counts = np.cumsum(steps)
+    if len(counts) and not 0 <= counts.min() <= counts.max() < MOST_NS // unit_ns:
         raise ValueError(f"times out of range, in units of {unit_ns} ns")
     return counts * unit_ns
 

@@ -155,7 +155,8 @@ def _journal(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row
     if not count(row, "doc_tokens", where) <= prompt <= MOST_PROMPT_TOKENS:
         raise TraceError(
             f"{where}: fields 'doc_tokens' and 'prompt_tokens' are {row['doc_tokens']} and "
-            f"{prompt}; a document is no longer than its prompt, a prompt than {MOST_PROMPT_TOKENS:,}"
+            f"{prompt}; a document is no longer than its prompt, a prompt than "
+            f"{MOST_PROMPT_TOKENS:,}"
         )
     shared = row["doc_tokens"] // block
     kind = "warmup" if row.get("phase") == "warmup" else "measure"

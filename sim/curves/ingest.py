@@ -1,4 +1,4 @@
-"""JSON with long arrays of block ids, read fast: the arrays by a compiled scanner, the rest by json.
+"""JSON with long arrays of block ids, read fast: arrays by a compiled scanner, the rest by json.
 
 The scanner only takes what it fully understands; whatever else a file holds, valid or not, goes to
 the plain way, which decides and whose errors name file and line.

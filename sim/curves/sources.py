@@ -101,6 +101,11 @@ def _unpacked(name: str, content: bytes) -> Iterator[tuple[str, bytes]]:
             content = lzma.decompress(content)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise TraceError(f"{name}: damaged compressed file: {error}") from None
+    if content[:4] == b"PK\x03\x04":
+        raise TraceError(
+            f"{name}: a zip: a compiled trace is read from its own file alone, and other traces "
+            "are plain, .gz, .xz or .tar"
+        )
     if content[257:262] == b"ustar":
         yield from _members(name, content)
     else:

@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 IdArray = NDArray[np.signedinteger[Any]]
 
 MOST_NS = 2**62
-"""Times stay below this (146 years; as seconds since 1970: until 2116), so that two can be added."""
+"""Times stay below this (146 years; since 1970: until 2116), so that two can be added."""
 
 MOST_TOKENS = 2**61
 """The tokens of a trace stay below this, so that sums and differences fit 64 bits."""

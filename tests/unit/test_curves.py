@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -238,6 +239,55 @@ def test_another_version_and_damage_are_refused(
     path.write_bytes(content)
     with pytest.raises(TraceError, match=r"version 2 of the format, but 3 is read here: compile"):
         compiled.load(path)
+
+
+@pytest.mark.parametrize(
+    ("member", "values"),
+    [
+        ("session", [0, 2**40]),
+        ("session", [0, -1]),
+        ("session", 3),
+        ("length", [0.5]),
+        ("is_next", [-1]),
+        ("input_tokens", [-5]),
+        ("output_tokens", [-1]),
+        ("time", [[1]]),
+    ],
+)
+def test_columns_no_trace_can_have_are_refused(tmp_path: Path, member: str, values: object) -> None:
+    _, path = saved(tmp_path)
+    with np.load(path) as archive:
+        columns = dict(archive)
+    size = len(columns[member])
+    given = np.array(values)
+    columns[member] = np.resize(given, size) if given.ndim == 1 else given
+    with path.open("wb") as file:
+        np.savez(file, **columns)  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match="damaged compiled trace"):
+        compiled.load(path)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["source", "block_tokens", "requests", "accesses", "starts_known", "time_unit_ns",
+     "kv_bytes_per_token"],
+)  # fmt: skip
+def test_a_compiled_trace_that_says_nonsense_of_itself_is_refused(
+    tmp_path: Path, field: str
+) -> None:
+    _, path = saved(tmp_path)
+    with np.load(path) as archive:
+        columns = dict(archive)
+    for nonsense in ([], {}, -1, 1.5, float("nan"), 2**70):
+        if field == "kv_bytes_per_token" and nonsense in (1.5, 2**70):
+            continue
+        said = compiled.about(path) | {field: nonsense}
+        changed = columns | {"about": np.frombuffer(json.dumps(said).encode(), dtype=np.uint8)}
+        broken = path.with_name(f"broken{compiled.SUFFIX}")
+        with broken.open("wb") as file:
+            np.savez(file, **changed)  # type: ignore[arg-type]
+        with pytest.raises(TraceError, match=f"damaged compiled trace: it says no usable {field}"):
+            compiled.load(broken)
 
 
 def test_a_flipped_bit_changes_nothing_or_is_refused(tmp_path: Path) -> None:

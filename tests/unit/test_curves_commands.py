@@ -13,6 +13,7 @@ import typer
 
 from harness.errors import InputError
 from harness.traces import plots
+from harness.traces.axes import HEIGHT
 from harness.traces.cli import add_to
 from harness.traces.commands import Replay, read_measured, run_curve, run_surface
 from harness.traces.load import Loaded, TraceOptions, compile_trace, convert_trace, describe, load
@@ -340,6 +341,17 @@ def loaded(trace: str, model: Path) -> Loaded:
     return load(trace, TraceOptions(), model=model)
 
 
+def test_the_text_of_a_mark_low_on_the_curve_stands_above_it_inside_the_plot() -> None:
+    # 1 % of the height is no room for four lines below the point: they would cover the axis.
+    curve = ((1, 0.01), (50, 0.01), (99, 1.0))
+    line = [{"tokens": tokens, "share": share} for tokens, share in curve]
+    text = ["your GPU", "1.0% of blocks", "10 tokens", "1 GiB"]
+    point: dict[str, Any] = {"tokens": 10, "share": 0.01, "text": text}
+    plots._place([point], line, (1, 99), 1.0)
+    assert 0 < point["y"] <= 0.99 * HEIGHT - 4 * plots._LINE
+    assert point["align"] == "left"
+
+
 def test_plots_are_files_of_their_kind(loaded: Loaded, tmp_path: Path) -> None:
     chart = plots.cliff(run_curve(loaded, Replay()), mark_blocks=3)
     surface = run_surface(loaded, Replay())
@@ -568,10 +580,39 @@ def test_nothing_is_written_when_one_of_the_files_cannot_be(
         ["--csv", str(tmp_path / "c.csv"), "--plot", str(tmp_path / "c.gif")],
         ["--plot", str(tmp_path / "c.svg"), "--mark", "1 token"],
         ["--csv", str(tmp_path / "c.csv"), "--measured", str(tmp_path / "none.csv")],
+        ["--csv", str(tmp_path / "c.csv"), "--plot", str(tmp_path / "no" / "c.svg")],
+        ["--csv", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.json")],
+        ["--csv", trace],
     ):
         with pytest.raises(InputError):
             kvcliff("curve", trace, *words)
+    nothing = ["--gpu", "0", "--host", "0", "--plot", str(tmp_path / "c.svg")]
+    with pytest.raises(InputError, match="to plot"):
+        kvcliff("surface", trace, *nothing, "--csv", str(tmp_path / "c.csv"))
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_trace_is_not_overwritten_by_what_is_made_of_it(
+    kvcliff: Callable[..., Any], trace: str, tmp_path: Path
+) -> None:
+    before = Path(trace).read_bytes()
+    (tmp_path / "link.jsonl").symlink_to(trace)
+    for output in (trace, str(tmp_path / "link.jsonl")):
+        with pytest.raises(InputError, match="is the trace itself"):
+            kvcliff("convert", trace, output)
+    packed = str(tmp_path / "c.kvtrace.npz")
+    kvcliff("compile", trace, packed)
+    with pytest.raises(InputError, match="is the trace itself"):
+        kvcliff("compile", packed, packed)
+    assert Path(trace).read_bytes() == before
+
+
+def test_plots_may_be_asked_for_by_their_kind(
+    kvcliff: Callable[..., Any], trace: str, tmp_path: Path
+) -> None:
+    kvcliff("curve", trace, "--svg", str(tmp_path / "c.svg"), "--png", str(tmp_path / "c.png"))
+    assert (tmp_path / "c.svg").read_text().startswith("<svg")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_your_gpu_is_given_like_any_capacity(

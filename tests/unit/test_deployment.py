@@ -147,6 +147,45 @@ def test_a_description_too_large_to_look_for_the_least_host_tier_says_so(told):
     assert content["predicted_with_enough_host"]["pass2-replay"]["host_loaded"] > 0
 
 
+# Chunks of 64 tokens take 64 * 65,536 bytes in fp8, 4 MiB. Three prompts of 25 chunks, 20 of them a
+# document's: 26 chunks serve the way back from the host, 51, which is 0.2 GiB, do not: they evict
+# at other moments. 3 * 20 + 6 * 5 = 90 chunks stay below 0.8 of 113, which take 0.44 GiB.
+FRAGILE = {
+    "documents": 3, "document_tokens": 1_333, "question_tokens": 300, "output_tokens": 1,
+    "passes": ["rev", "fwd"], "gpu_kv_tokens": 4_752, "chunk_tokens": 64, "kv_dtype": "fp8",
+    "engine": "0.23.0",
+}  # fmt: skip
+
+
+def test_a_size_is_advised_that_works_although_a_smaller_one_between_does_not(told):
+    content = told(**FRAGILE)
+    enough = content["enough"]
+    assert enough["host_gib"] == 26 * 4 / 1024
+    assert told(**FRAGILE, host_gib=0.2)["predicted"] != content["predicted_with_enough_host"]
+    assert enough["advised_gib"] == 0.5
+    assert told(**FRAGILE, host_gib=0.5)["predicted"] == content["predicted_with_enough_host"]
+    assert "What works: with 0.5 GiB" in content["paragraph"]
+    assert "About 0.102 GiB would do, but some sizes between" in content["paragraph"]
+    assert "with a chunk or a block less" not in content["paragraph"]
+
+
+def test_a_host_that_never_evicts_keeps_all_it_holds(told):
+    # 320 chunks of 256 tokens, whatever the watermark.
+    text = told(host_gib=10.0, policy="noop")["paragraph"]
+    assert "keeps at most 81,920 tokens and evicts nothing" in text
+
+
+def test_one_document_is_spoken_of_as_one(told):
+    assert "1 document of 5,000 tokens is 5,000 tokens" in told(documents=1)["paragraph"]
+
+
+def test_vllms_own_tier_keeps_single_blocks_unless_said(told):
+    # 131,072 bytes a token: 2 MiB a block of 16, 512 in a GiB; 32 MiB in chunks of 256.
+    assert told(host="native", host_gib=1.0)["host"]["chunks"] == 512
+    assert told(host="native", host_gib=1.0, block_size=32)["host"]["chunks"] == 256
+    assert told(host="native", host_gib=2.0, chunk_tokens=256)["host"]["chunks"] == 64
+
+
 def test_bytes_beyond_whole_chunks_count_for_the_watermark(told):
     # 475 chunks of 32 MiB: 380 documents' chunks are at 0.8 of them and evicted, but below 0.8 of
     # 475.5 chunks.
@@ -197,6 +236,12 @@ def test_lmcaches_size_is_per_worker_in_process_and_per_server_in_mp_mode(told):
     assert "tensor-parallel worker" in server["paragraph"]
 
 
+@pytest.mark.parametrize("workers", [3, 64])  # vLLM divides the 32 attention heads, too
+def test_workers_that_cannot_share_the_heads_are_refused(told, workers):
+    with pytest.raises(InputError, match=f"cannot be shared by {workers} tensor-parallel ranks"):
+        told(host_gib=1.0, tensor_parallel=workers)
+
+
 def test_a_latent_is_kept_whole_by_every_worker_and_stored_once(told):
     # 8 layers * 512 * 2 bytes = 8,192 a token: 2 MiB a chunk, 512 in 1 GiB whatever the workers.
     content = told(LATENT, host_gib=1.0, tensor_parallel=4)
@@ -220,7 +265,7 @@ def test_a_hybrid_model_is_refused_with_what_each_group_keeps(told):
     ("changed", "message"),
     [
         ({"gpu_kv_tokens": 4_000}, "249 of 250 GPU blocks"),
-        ({"tensor_parallel": 3}, "8 KV heads cannot be shared by 3"),
+        ({"tensor_parallel": 3}, "32 attention heads cannot be shared by 3"),
         ({"model": "/no/such/model"}, "neither a path"),
         ({"engine": "new"}, "engine 'new'"),
         ({"host_gib": 1.0, "chunk_tokens": 100}, "whole blocks"),

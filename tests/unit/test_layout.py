@@ -147,6 +147,18 @@ def test_gpt_oss_20b_alternates_full_and_sliding_layers(layout):
     ]
 
 
+def test_cohere2_takes_its_full_layer_in_four_from_its_class(layout):
+    # transformers' Cohere2Config; 2 * 8 heads * 128 * 2 bytes = 4,096 a layer, 24 of 32 sliding.
+    command_r7b = {
+        "model_type": "cohere2", "hidden_size": 4096, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "float16",
+    }  # fmt: skip
+    assert sizes(layout(command_r7b)) == [
+        ("sliding_window", 24, 98_304, 4096),
+        ("full_attention", 8, 32_768, None),
+    ]
+
+
 def test_qwen3_next_keeps_tokens_in_12_layers_and_a_state_in_36(layout):
     # Full: 2 * 2 heads * 256 * 2 bytes * 12. State: ((2*128*16 + 128*32) * 3 + 32*128*128)
     # = 24,576 + 524,288 values * 2 bytes * 36.

@@ -168,6 +168,14 @@ def test_the_native_tier_reports_a_prompt_found_in_full_as_loaded_to_its_last_to
     assert splits(spec | {"host": "lmcache"}, a, b, a)[2] == (1, 0, 7)
 
 
+def test_vllms_own_tier_keeps_single_blocks_unless_said():
+    # 512 tokens are 16 blocks of 32; found in full, all but the GPU's 480 are loaded.
+    spec = {name: value for name, value in LAB.items() if name != "chunk_size"} | {"host": "native"}
+    found = rows(spec, *[{"segments": [["a", 512]], "output_len": 2}] * 2)
+    assert [row["stored_chunks"] for row in found] == [16, 0]
+    assert [row["host_loaded"] for row in found] == [0, 32]
+
+
 def test_a_request_the_server_cannot_hold_is_an_error_and_changes_nothing():
     a = {"prompt": [1] * 9, "output_len": 1}
     huge = {"prompt": [2] * 40, "output_len": 1}
