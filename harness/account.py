@@ -39,18 +39,23 @@ class SessionAccount:
     """One session: rows, and tokens summed over the attributed ones.
 
     ``stored`` None: no row knows. ``due``: predicted to be loaded by requests that have a row.
+    ``connector``, ``chunk_tokens``: as its rows have them, all alike.
     ``predicted_loads``: by all planned ones; ``is_exact``: every prediction there is holds numbers.
+    ``found_nowhere``: prompts after the first pass of which no tier had anything.
     """
 
     recorded: int = 0
     attributed: int = 0
     stored: int | None = None
     loaded: int = 0
+    found_nowhere: int = 0
     due: int = 0
     predicted: int = 0
     predicted_loads: int = 0
     is_exact: bool = True
     dropped_chunks: int = 0
+    connector: str | None = None
+    chunk_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -154,6 +159,7 @@ class Account:
         if request.row is not None:
             self.recorded += 1
             _add_row(session, request.row)
+            session.found_nowhere += _is_found_nowhere(request.row, self.cold)
             self._add_row(request, request.row)
 
     def _add_absences(self, request: Reconciled) -> None:
@@ -206,6 +212,7 @@ def _add_prediction(session: SessionAccount, request: Reconciled) -> None:
 
 def _add_row(session: SessionAccount, row: Row) -> None:
     session.recorded += 1
+    session.connector, session.chunk_tokens = row.connector, row.chunk_tokens
     session.dropped_chunks += _moved(row, "host_alloc_failed_chunks")
     if not row.is_attributed:
         return
@@ -213,6 +220,10 @@ def _add_row(session: SessionAccount, row: Row) -> None:
     session.loaded += row.host_loaded or 0
     if row.stored_tokens is not None:
         session.stored = (session.stored or 0) + row.stored_tokens
+
+
+def _is_found_nowhere(row: Row, cold: tuple[str, ...]) -> bool:
+    return row.is_attributed and row.pass_name not in cold and row.gpu_hit == row.host_loaded == 0
 
 
 def _moved(row: Row, counter: str) -> int:

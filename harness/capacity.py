@@ -16,7 +16,7 @@ from sim.workload import Request
 
 _STEPS = 12  # sizes tried on an axis before the edge between two of them is looked for
 _REPLAYS = 40  # at the most on the GPU axis: the steps, then halving
-# An access costs about 3 µs, so half a minute for plans of millions of tokens; the demo needs 0.1 M.
+# An access costs about 3 µs, so half a minute for millions of tokens; the demo needs 0.1 M.
 _MOST_BLOCK_ACCESSES = 10_000_000
 _ENDLESS_CHUNKS = 2**62  # a share of it can still be told from 0
 

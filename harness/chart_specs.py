@@ -120,10 +120,11 @@ def _level(value: float, scale: alt.Scale, dash: list[float]) -> Any:
     return rule.encode(y=alt.Y("level:Q", scale=scale))
 
 
-def sources_spec(values: Rows, *, n_requests: int, legend: bool) -> dict[str, Any]:
+def sources_spec(values: Rows, *, seqs: Sequence[int], legend: bool) -> dict[str, Any]:
     """Tokens by source, measured upwards and predicted downwards.
 
-    ``values``: one bar each, with ``seq, where, source, kind, tokens, signed``.
+    ``values``: one bar each, with ``seq, where, source, kind, tokens, signed``. ``seqs``: the
+    requests that are drawn.
     """
     colour = alt.Color(
         "source:N",
@@ -139,7 +140,7 @@ def sources_spec(values: Rows, *, n_requests: int, legend: bool) -> dict[str, An
         _chart(values)
         .mark_bar()
         .encode(
-            x=alt.X("seq:O", title="request of the session", axis=_sparse_axis(n_requests)),
+            x=alt.X("seq:O", title="request of the session", axis=_sparse_axis(seqs)),
             y=y,
             color=colour,
             tooltip=[
@@ -154,11 +155,10 @@ def sources_spec(values: Rows, *, n_requests: int, legend: bool) -> dict[str, An
     return _spec(bars + zero.encode(y=alt.Y("zero:Q")), height=140)
 
 
-def _sparse_axis(n: int) -> alt.Axis:
+def _sparse_axis(seqs: Sequence[int]) -> alt.Axis:
     """About eight labels however many requests there are."""
-    step = max(1, n // 8)
-    labels = f"datum.value % {step} ? '' : datum.value"
-    return alt.Axis(labelAngle=0, grid=False, labelExpr=labels, ticks=False)
+    labelled = list(seqs[:: max(1, len(seqs) // 8)])
+    return alt.Axis(labelAngle=0, grid=False, values=labelled, ticks=False)
 
 
 def cliff_spec(

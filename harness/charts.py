@@ -22,7 +22,7 @@ from harness.chart_specs import (
 # All charts of a kind together: a mark costs 0.4 kB in the file and 1 kB of SVG in the browser, so
 # beyond these they show every k-th request, and say so.
 MOST_MARKS = 4_000
-_MOST_SOURCE_ROWS = 1_500  # up to six bars each
+_SOURCE_ROWS = 3 / 8  # of that many: up to six bars each
 _LONGEST_NAME = 80  # a file name holds 255 bytes, and the report's own name comes before it
 
 
@@ -43,13 +43,20 @@ class Figure:
 
 
 def figures(
-    summary: Mapping[str, Any], reconciliation: Mapping[str, Any], *, legend: bool = False
+    summary: Mapping[str, Any],
+    reconciliation: Mapping[str, Any],
+    *,
+    legend: bool = False,
+    most: int = MOST_MARKS,
 ) -> list[Figure]:
-    """Every chart the published files have data for; ``legend`` for charts that stand alone."""
+    """Every chart the published files have data for; ``legend`` for charts that stand alone.
+
+    ``most``: marks of all charts of a kind together.
+    """
     found = [
-        *_ttft(summary, reconciliation, legend),
-        *_paired(summary),
-        *_sources(summary, reconciliation, legend),
+        *_ttft(summary, reconciliation, legend, most),
+        *_paired(summary, most),
+        *_sources(summary, reconciliation, legend, int(most * _SOURCE_ROWS)),
         *_cliff(summary, legend),
         *_timeline(summary, legend),
     ]
@@ -99,7 +106,7 @@ def _n_recorded(reconciliation: Mapping[str, Any], field: str, value: str) -> in
 
 
 def _ttft(
-    summary: Mapping[str, Any], reconciliation: Mapping[str, Any], legend: bool
+    summary: Mapping[str, Any], reconciliation: Mapping[str, Any], legend: bool, most: int
 ) -> Iterator[Figure]:
     arms = arms_of(summary)
     measured = [r for r in reconciliation["requests"] if r["phase"] == "measure"]
@@ -113,7 +120,7 @@ def _ttft(
         first: dict[str, int] = {}
         for row in rows:
             first[row["session"]] = min(first.get(row["session"], row["seq"]), row["seq"])
-        shown = thinned(rows, max(1, MOST_MARKS // len(summary["passes"])))
+        shown = thinned(rows, max(1, most // len(summary["passes"])))
         n_all = _n_recorded(reconciliation, "pass", name) or len(rows)
         values = [_ttft_value(row, first[row["session"]], domain[0]) for row in shown]
         yield Figure(
@@ -163,7 +170,7 @@ def _split(tokens: Mapping[str, Any] | None) -> str:
     )
 
 
-def _paired(summary: Mapping[str, Any]) -> Iterator[Figure]:
+def _paired(summary: Mapping[str, Any], most: int) -> Iterator[Figure]:
     pairs = {
         name: content["paired_ratio"]
         for name, content in summary["passes"].items()
@@ -177,7 +184,7 @@ def _paired(summary: Mapping[str, Any]) -> Iterator[Figure]:
         threshold = None
         if name == summary["decision"]["pass"] and summary["decision"]["evidence"]:
             threshold = summary["decision"]["evidence"]["threshold"]
-        shown = thinned(pair["documents"], max(1, MOST_MARKS // len(pairs)))
+        shown = thinned(pair["documents"], max(1, most // len(pairs)))
         yield Figure(
             _slug("paired", name), "paired", name,
             f"Paired TTFT ratio of {len(shown)} documents in {name}: median and range over "
@@ -193,7 +200,7 @@ _FIELDS = {"computed": "computed", "gpu_hit": "GPU hit", "host_loaded": "host-lo
 
 
 def _sources(
-    summary: Mapping[str, Any], reconciliation: Mapping[str, Any], legend: bool
+    summary: Mapping[str, Any], reconciliation: Mapping[str, Any], legend: bool, most: int
 ) -> Iterator[Figure]:
     for session in summary["sessions"]:
         rows = [
@@ -205,7 +212,7 @@ def _sources(
         ]
         if not rows:
             continue
-        shown = thinned(rows, max(1, _MOST_SOURCE_ROWS // len(summary["sessions"])))
+        shown = thinned(rows, max(1, most // len(summary["sessions"])))
         is_predicted = any(row["predicted"] and not row["why_not_predicted"] for row in rows)
         below = (
             "predicted below it. Equal shapes mean no residual."
@@ -216,7 +223,8 @@ def _sources(
             _slug("sources", session["session"]), "sources", session["session"],
             f"Prompt tokens of {len(shown)} requests of session {session['session']} by source: "
             f"measured above the line, {below}",
-            sources_spec(_bars(shown), n_requests=len(shown), legend=legend), len(shown),
+            sources_spec(_bars(shown), seqs=[row["seq"] for row in shown], legend=legend),
+            len(shown),
             _n_recorded(reconciliation, "session", session["session"]) or len(rows),
         )  # fmt: skip
 

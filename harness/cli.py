@@ -18,7 +18,7 @@ from harness.deployment import describe, read_deployment
 from harness.doctor import check_machine
 from harness.errors import InputError, KvcliffError, MachineError
 from harness.evidence import publish
-from harness.experiment import Experiment, resolve
+from harness.experiment import Experiment, check_build, resolve
 from harness.export import FORMS
 from harness.export import export as export_rows
 from harness.files import refuse_evidence, refuse_missing_folder, write_json
@@ -46,7 +46,14 @@ app = typer.Typer(
 _INTERRUPTED = 130  # the shell's code for SIGINT, which the parser returns for Ctrl-C
 
 _RESULTS = Path("results")
-_MAY_REPEAT = {"--target", "--policy", "--plot"}  # options that collect their values
+_MAY_REPEAT = {
+    "--target",
+    "--policy",
+    "--plot",
+    "--png",
+    "--svg",
+    "--html",
+}  # options that collect their values
 _PLAN_HELP = f"Preset ({', '.join(preset_names())}) or path of a plan.toml."
 
 PlanName = Annotated[str, typer.Argument(help=_PLAN_HELP)]
@@ -114,13 +121,15 @@ def run(
     deal_with_leftovers(results, end=end_leftovers)
     cache_dir = _cache_dir()
     if resume:
-        folder, experiment = _resumed(resume, cache_dir)
-        check_room(experiment)
+        begun, experiment = _resumed(resume, cache_dir)
     else:
+        begun = None
         experiment = _resolved(plan or "demo", cache_dir, dummy_weights=dummy_weights)
+    check_build(experiment.plan)
+    with one_at_a_time(cache_dir):  # before there is a folder: a refused run leaves none
         check_room(experiment)
-        folder = create_run(experiment, results)
-    _measure(experiment, folder, cache_dir)
+        folder = begun or create_run(experiment, results)
+        _measure(experiment, folder, cache_dir)
     write_ttft(folder)
     failed = _report(folder, as_json=False)
     console.say(f"run folder: {folder.path}")
@@ -138,7 +147,7 @@ def _resolved(name: str, cache_dir: Path, *, dummy_weights: bool) -> Experiment:
 def _measure(experiment: Experiment, folder: RunFolder, cache_dir: Path) -> None:
     console.say(f"run folder: {folder.path}")
     try:
-        with one_at_a_time(cache_dir), folder.lock(), console.RunProgress(experiment) as progress:
+        with folder.lock(), console.RunProgress(experiment) as progress:
             run_sessions(experiment, folder, cache_dir=cache_dir, progress=progress)
     except KeyboardInterrupt:
         console.say(f"interrupted; go on with: kvcliff run --resume {folder.path}")

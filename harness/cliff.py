@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from harness.arm_names import CONTROL, compared
+from harness.arm_names import BASELINE, CONTROL, compared
 from harness.experiment import Experiment, arms_of
-from harness.plan import Plan
+from harness.plan import Plan, documents_of
 from sim.geometry import KvGeometry
 from sim.predict import NotPredictable, TierSpec, predict
 from sim.workload import Workload, build_workload, request_keys
@@ -51,14 +51,14 @@ def cliff(
     }
 
 
-def working_set_tokens(plan: Plan) -> int:
-    """Tokens that come again: all documents, and the questions that stay in growing prompts."""
-    spec = plan.workload.spec()
-    documents = sum(spec.tokens_of(document) for document in range(spec.documents))
+def working_set_tokens(plan: Plan, label: str = BASELINE) -> int:
+    """Tokens that come again in an arm: its documents, and the questions kept in their prompts."""
+    spec, n_documents = plan.workload.spec(), documents_of(plan, label)
+    documents = sum(spec.tokens_of(document) for document in range(n_documents))
     if spec.questions == "new":
         return documents
     kept = len(spec.passes) - 1 if spec.questions == "appended" else 1
-    return documents + spec.documents * kept * spec.question_tokens
+    return documents + n_documents * kept * spec.question_tokens
 
 
 def _tokens(plan: Plan, num_gpu_blocks: int) -> int:

@@ -8,7 +8,7 @@ from harness.errors import InputError
 from harness.report import read_published
 
 COMPARE_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
-_SAME_PLAN = ("model", "workload", "server", "host", "control")
+_SAME_PLAN = ("model", "workload", "server", "host", "control", "arms")
 _SAME_MACHINE = ("cpu", "cores", "gpus", "build", "dtype")
 _SAME_SERVERS = ("vllm_version", "lmcache_version", "block_size", "num_gpu_blocks")
 

@@ -138,6 +138,13 @@ def show_run(summary: dict[str, Any], reconciliation: dict[str, Any]) -> None:
         f"{max(tokens, default='none measured,')} tokens, {max(n_bytes, default='no')} bytes",
         soft_wrap=True,
     )
+    for group in reconciliation["not_predicted"]:
+        out.print(
+            f"of {group['requests']} requests in {', '.join(group['sessions'])} only the sums were "
+            f"checked: {group['why']}",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def show_comparison(content: dict[str, Any]) -> None:
@@ -330,7 +337,7 @@ def _expected_table(passes: dict[str, Any]) -> Table:
     arms = list(dict.fromkeys(arm for content in passes.values() for arm in content["arms"]))
     table = _table(
         "Expected TTFT in ms, median of a pass: an estimate, nothing is measured",
-        *("pass", *arms, "baseline ÷ treatment"),
+        *("pass", *arms, "baseline ÷ treatment, by document"),
     )
     for name, content in passes.items():
         times = (content["arms"].get(arm) for arm in arms)
@@ -349,7 +356,7 @@ def _say_expected(expected: dict[str, Any]) -> None:
 
 def _tier_table(tiers: dict[str, Any]) -> Table:
     table = _table(
-        "Tiers (working set: the documents without their questions)",
+        "Tiers (working set: the documents, and questions that stay in their prompts)",
         *("arm", "working set", "GPU tier", "host tier"),
     )
     for arm, size in tiers.items():
@@ -357,7 +364,7 @@ def _tier_table(tiers: dict[str, Any]) -> Table:
         if size["host_gib"] is not None:
             tokens = size["host_tokens"] or 0
             host = f"{tokens:,} tokens, {size['host_gib']:g} GiB ({size['host_kind']})"
-        gpu = f"{size['gpu_tokens']:,} tokens, {size['gpu_bytes'] / 2**20:.0f} MiB"
+        gpu = f"{size['gpu_tokens']:,} tokens, {size['gpu_bytes'] / 2**30:.3g} GiB"
         table.add_row(arm, f"{size['working_set_tokens']:,} tokens", gpu, host)
     return table
 
@@ -439,11 +446,13 @@ class ReadProgress:
 
 
 def show_trace(content: dict[str, Any]) -> None:
-    """What a trace command found: plain fields, points and targets as tables, assumptions last."""
+    """What a trace command found: what is known, points and targets as tables, assumptions last."""
     lists = {name: rows for name, rows in content.items() if isinstance(rows, list)}
     for name, value in content.items():
-        if name not in lists and not isinstance(value, dict):
-            out.print(f"{name.replace('_', ' ')}: {_plain(value)}", markup=False, soft_wrap=True)
+        if name in ("schema", *lists) or value is None or isinstance(value, dict):
+            continue
+        label = f"{name[:-2]}, s" if name.endswith("_s") else name
+        out.print(f"{label.replace('_', ' ')}: {_plain(value)}", markup=False, soft_wrap=True)
     for name in ("points", "targets"):
         rows = lists.get(name)
         if rows:
@@ -459,8 +468,10 @@ def show_trace(content: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if type(value) is int else "–" if value is None else str(value)
 
 
@@ -473,6 +484,8 @@ def show_latency(content: dict[str, Any]) -> None:
         f"largest {_percent(held_out.get('worst_absolute_percentage_error'))}",
         soft_wrap=True,
     )
+    if n_outside := sum(split["n"] for split in content["extrapolated"]):
+        out.print(f"{n_outside} more are unlike those it was fitted on, and not counted")
     out.print(content["break_even"]["statement"], markup=False, soft_wrap=True)
 
 

@@ -6,7 +6,7 @@ Nothing is started, and no engine is imported.
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -18,22 +18,27 @@ from harness import installed
 from harness.checks import Check
 from harness.doctor_gpu import check_gpus
 from harness.errors import InputError, MachineError
-from harness.experiment import Experiment, installed_build, resolve
+from harness.experiment import Experiment, check_build, installed_build, resolve
 from harness.leftovers import find_leftovers
 from harness.needs import Needs, needs_of
 from harness.plan_files import load_plan
+from harness.runfolder import RunFolder
 from servers.arms import GIB, Arm, Build
 from servers.errors import LaunchError
 from servers.gpu_devices import survey
 from servers.gpu_facts import Survey
 from servers.memory import choose_transfer, free_memory_bytes
 from servers.ports import free_ports
+from servers.processes import LeftOver
 
 _NEEDED_DISK_GIB: Final = 1.0
 # What vLLM's engine processes call themselves; the kernel keeps 15 characters of it.
 _ENGINE_NAME: Final = "VLLM::"
 _ENGINE_MODULES: Final = ("lmcache.cli.main", "vllm.entrypoints")
 _ENGINE_COMMANDS: Final = (("vllm", "serve"), ("lmcache", "server"))
+
+Left = Mapping[Path, Sequence[LeftOver]]
+"""Living processes of runs, by run folder (``find_leftovers``)."""
 
 
 def check_machine(
@@ -59,7 +64,8 @@ def check_machine(
                 checks.append(Check("plan", "error", str(error), error.hint))
     if experiment is None:
         checks += check_gpus(found, build=build, arms=(), needs=None, environ=os.environ)
-    checks += [_ports(), _disk(results), _load(), _leftovers(results), _others(results)]
+    left = find_leftovers(results)
+    checks += [_ports(), _disk(results), _load(), _leftovers(left), _others(left)]
     return [asdict(check) for check in checks]
 
 
@@ -95,13 +101,10 @@ def _engines(build: Build, driver_cuda: str | None) -> Iterator[Check]:
 
 def _plan(experiment: Experiment, build: Build) -> Check:
     plan = experiment.plan
-    if {plan.server.build, build} == {"cpu", "gpu"}:
-        return Check(
-            "plan",
-            "error",
-            f"{plan.name} is for the {plan.server.build} build, the {build} build is installed",
-            f"KVCLIFF_BUILD={plan.server.build} make setup, or another server.build",
-        )
+    try:
+        check_build(plan, build)
+    except MachineError as error:
+        return Check("plan", "error", str(error), error.hint)
     sessions = f"{len(experiment.sessions)} sessions on the {plan.server.build} build"
     model = experiment.model
     if model is not None and model.missing:
@@ -194,21 +197,27 @@ def _load() -> Check:
     return Check("idle", "ok", text)
 
 
-def _leftovers(results: Path) -> Check:
-    pids = _our_leftovers(results)
+def _leftovers(found: Left) -> Check:
+    what = "left-over servers"
+    for run in found:
+        # Its servers are in use: ending them would spoil the run, and a second one is refused.
+        if RunFolder(run).is_being_measured():
+            text = f"none, but {run.name} is being measured"
+            return Check(what, "error", text, "wait for that run to end")
+    pids = _pids(found)
     if pids:
         text = f"{len(pids)}: pids {', '.join(map(str, pids))}"
-        return Check("left-over servers", "error", text, "kvcliff run --end-leftovers")
-    return Check("left-over servers", "ok", "none")
+        return Check(what, "error", text, "kvcliff run --end-leftovers")
+    return Check(what, "ok", "none")
 
 
-def _our_leftovers(results: Path) -> list[int]:
-    return [left.identity.pid for group in find_leftovers(results).values() for left in group]
+def _pids(found: Left) -> list[int]:
+    return [left.identity.pid for group in found.values() for left in group]
 
 
-def _others(results: Path) -> Check:
+def _others(found: Left) -> Check:
     """Engines nobody here started: named, never ended."""
-    ours = set(_our_leftovers(results))
+    ours = set(_pids(found))
     pids = [p.pid for p in psutil.process_iter() if p.pid not in ours and _is_engine(p)]
     if not pids:
         return Check("other engines", "ok", "none")

@@ -1,6 +1,7 @@
 """The doctor's questions to NVIDIA GPUs: which, what they do not say, how free, how fast a link."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from harness.checks import Check, Status
 from harness.needs import Needs
@@ -10,9 +11,9 @@ from servers.gpu_devices import VISIBLE, Device, devices_of
 from servers.gpu_facts import SLOWED, GpuMemory, Survey
 
 # Below this a card serves others: an idle one holds some hundred MiB of driver.
-_IDLE_BYTES = GIB
+_IDLE_BYTES: Final = GIB
 # Without these a run waits for nothing, or cannot say what slowed it.
-_WANTED = ("used_bytes", "throttle", "pcie_generation", "pcie_width", "sm_mhz", "power_w")
+_WANTED: Final = ("used_bytes", "throttle", "pcie_generation", "pcie_width", "sm_mhz", "power_w")
 
 
 def check_gpus(
@@ -74,7 +75,7 @@ def _devices(arms: Sequence[Arm], environ: Mapping[str, str], found: Survey) -> 
         raise LaunchError(
             "the arms would run on different GPUs: "
             + "; ".join(f"{name} on {', '.join(some)}" for name, some in uuids.items()),
-            hint=f"take {VISIBLE} and parallel sizes out of [arms.LABEL], or give all the same",
+            hint=f"take {VISIBLE} and parallel sizes out of [arms.NAME], or give all the same",
         )
     return next(iter(by_arm.values()), [])
 
@@ -94,9 +95,7 @@ def _in_use(found: Survey, devices: Sequence[Device], environ: Mapping[str, str]
             f"{text}; vLLM 0.32 asks the whole GPU for the memory of a MIG instance",
             "use a whole GPU, or only instance 0 of GPU 0",
         )
-    if any(
-        name.strip().startswith("GPU-") and name.strip() not in listed.split() for name in names
-    ):
+    if any(name.startswith("GPU-") and name not in uuids for name in names):
         # NVML finds a card by its whole UUID only, and vLLM 0.32 asks it with what stands here.
         return Check(
             "GPU",

@@ -147,6 +147,8 @@ def _complete(
         "model": plan.model.path,
     }
     chunk_bytes = account.chunk_bytes
+    if chunk_bytes is not None and chunk_bytes < plan.host.chunk_tokens:
+        chunk_bytes = None  # of another tier than the plan's, which the findings say
     rule = getattr(plan, "decision", None)
     summary["decision"] = decide(
         rule or DecisionSection(),

@@ -37,7 +37,10 @@ START_S = 75.0
 PIN_S_PER_GIB = 0.5
 WEIGHTS_BYTES_PER_S = 1e9
 
-Seconds = Annotated[float, Field(gt=0, lt=86_400)]
+# Of different sizes, for a constant, a slope and a curvature; one more tells of their fit.
+_LEAST_PREFILLS = 4
+
+Seconds = Annotated[float, Field(ge=1e-9, lt=86_400)]
 Size = Annotated[int, Field(ge=1, le=2**50)]
 
 
@@ -90,7 +93,7 @@ class Probe(_Part):
     machine: ProbeMachine
     shape: ProbeShape
     copies: Annotated[list[ProbeCopy], Field(min_length=2)]
-    prefill: Annotated[list[ProbePrefill], Field(min_length=4)]
+    prefill: Annotated[list[ProbePrefill], Field(min_length=_LEAST_PREFILLS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +203,9 @@ def expected_passes(
     }
     passes: dict[str, Any] = {}
     treatment = experiment.treatment.name
-    for name in dict.fromkeys(r.pass_name for r in experiment.workload.measured):
-        of_pass = {arm: seconds[name] for arm, seconds in times.items() if name in seconds}
-        passes[name] = {
+    for pass_name in dict.fromkeys(r.pass_name for r in experiment.workload.measured):
+        of_pass = {arm: by[pass_name] for arm, by in times.items() if pass_name in by}
+        passes[pass_name] = {
             "arms": {arm: _spread_ms(list(by.values())) for arm, by in of_pass.items()},
             "ratio": _ratio(of_pass.get(BASELINE), of_pass.get(treatment)),
         }
@@ -230,9 +233,11 @@ def duration_s(
 
 def _by_probe(experiment: Experiment, probe: Probe, path: Path) -> Expectation:
     _check_probe(experiment, probe, path)
+    if len({(row.new, row.cached) for row in probe.prefill}) < _LEAST_PREFILLS:
+        raise InputError(f"{path} has prefill of fewer than {_LEAST_PREFILLS} sizes")
     prefill = fit(Measured(Shape(row.new, row.cached), row.median_s) for row in probe.prefill)
     rates = {c.name: c.used for c in prefill.coefficients}
-    copies = _loads(probe)
+    copies = _loads(probe, path)
     load = fit(
         # A copy is a load of one chunk beside one token; the constant is its latency.
         Measured(Shape(1, 0, row.n_bytes, 1), row.median_s)
@@ -276,13 +281,13 @@ def _check_probe(experiment: Experiment, probe: Probe, path: Path) -> None:
         )
 
 
-def _loads(probe: Probe) -> list[ProbeCopy]:
+def _loads(probe: Probe, path: Path) -> list[ProbeCopy]:
     """Copies to the device, from pinned memory where there are any, as both engines have it."""
     loads = [row for row in probe.copies if row.direction == "h2d"]
     pinned = [row for row in loads if row.pinned]
     found = pinned or loads
     if len({row.n_bytes for row in found}) < 2:
-        raise InputError("the probe has copies to the device of fewer than two sizes")
+        raise InputError(f"{path} has copies to the device of fewer than two sizes")
     return found
 
 

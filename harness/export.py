@@ -7,7 +7,7 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median, pstdev
 from typing import Any
@@ -76,10 +76,25 @@ def _write_parquet(rows: Sequence[Row], out: Path) -> list[Path]:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     records = [row.model_dump(by_alias=True) for row in rows]
-    table = pyarrow.table({name: [record[name] for record in records] for name in COLUMNS})
+    # Of the field, not of the values: a column of nulls has its type too, and files of two runs
+    # can be read as one.
+    schema = pyarrow.schema([(name, _PARQUET[_json_type(name)]) for name in COLUMNS])
+    columns = {name: [record[name] for record in records] for name in COLUMNS}
+    table = pyarrow.table(columns, schema=schema)
     with replacing(out) as path:
         pyarrow.parquet.write_table(table, path)
     return [out]
+
+
+_PARQUET = {"integer": "int64", "number": "float64", "string": "string", "boolean": "bool"}
+
+
+@cache
+def _json_type(column: str) -> str:
+    """The type of a journal field by its JSON Schema, null left aside."""
+    field = Row.model_json_schema()["properties"][column]
+    types = [part["type"] for part in field.get("anyOf", [field])]
+    return str(next(name for name in types if name != "null"))
 
 
 def _by_session(

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from harness.account import Account, Outputs, account_of
+from harness.account import Account, Outputs, SessionAccount, account_of
 from harness.arm_names import CONTROL
+from harness.plan import BLOCK_TIERS
 from harness.reconcile import Reconciliation
 from servers.gpu_samples import session_changes, used_uuids
 from sim.workload import pass_name
@@ -171,6 +172,31 @@ def _treatment(run: Reconciliation, account: Account) -> Iterator[Finding]:
             yield _used_host(session, seen.stored, seen.loaded)
         if has_host and is_off:
             yield _tier_off(session, seen.stored, seen.loaded, seen.due)
+        elif _is_idle(run, session, seen):
+            yield _tier_idle(session, seen.found_nowhere)
+
+
+def _is_idle(run: Reconciliation, session: str, seen: SessionAccount) -> bool:
+    """Whether a tier nobody predicts did nothing all session where there was something to do.
+
+    A connector of the plan's own may have another purpose.
+    """
+    label, plan = run.arm_of(session), run.plan
+    if label is None or (tier := plan.arm(label).tier) is None or seen.is_exact or seen.loaded:
+        return False
+    unit = plan.server.block_size if tier in BLOCK_TIERS else plan.host.chunk_tokens
+    return plan.workload.document_tokens >= unit and seen.found_nowhere > 0
+
+
+def _tier_idle(session: str, found_nowhere: int) -> Finding:
+    return Finding(
+        "tier-off",
+        "error",
+        f"{session} loaded nothing from its host tier, and {found_nowhere} prompts that came again "
+        "were recomputed whole",
+        "the host tier was not working, or is too small to keep a document until it comes again",
+        "read the session's vLLM and LMCache logs, or raise host.gib",
+    )
 
 
 def _used_host(session: str, stored: int | None, loaded: int) -> Finding:
@@ -232,8 +258,7 @@ _EQUAL_FACTS = ("vllm_version", "lmcache_version", "block_size")
 def _servers(run: Reconciliation, account: Account) -> Iterator[Finding]:
     sessions = run.manifest["sessions"]
     facts = {name: _facts_of(session) for name, session in sessions.items()}
-    measured = [name for name, seen in account.sessions.items() if seen.recorded]
-    yield from _servers_unlike_the_plan(run, measured, facts)
+    yield from _servers_unlike_the_plan(run, account, facts)
     for fact in _EQUAL_FACTS:
         values = {name: f.get(fact) for name, f in facts.items() if f.get(fact) is not None}
         if len(set(values.values())) > 1:
@@ -278,10 +303,12 @@ def _facts_of(session: dict[str, Any]) -> dict[str, Any]:
 
 
 def _servers_unlike_the_plan(
-    run: Reconciliation, measured: Iterable[str], facts: dict[str, dict[str, Any]]
+    run: Reconciliation, account: Account, facts: dict[str, dict[str, Any]]
 ) -> Iterator[Finding]:
     """What the servers of every measured session said they are, against what the plan asks."""
-    for session in measured:
+    for session, seen in account.sessions.items():
+        if not seen.recorded:
+            continue
         arm, known = run.arm_of(session), facts.get(session, {})
         server, control = run.plan.server, run.plan.control
         blocks = control.num_gpu_blocks if arm == CONTROL and control else server.num_gpu_blocks
@@ -299,13 +326,17 @@ def _servers_unlike_the_plan(
         connector = run.plan.arm(arm).connector_class if arm is not None else None
         if known.get("connector") != connector:
             wrong.append(f"connector {known.get('connector')}, asked {connector}")
+        if seen.connector != connector:
+            wrong.append(f"connector {seen.connector} in the rows, asked {connector}")
+        if seen.chunk_tokens is not None and connector is None:
+            wrong.append(f"chunk_tokens {seen.chunk_tokens} in the rows, without a host tier")
         if wrong:
             yield Finding(
                 "servers-unlike-plan",
                 "error",
                 f"{session}: {'; '.join(wrong)}",
-                "manifest.json was changed, or the session was measured with other servers",
-                "restore manifest.json, or measure the session again",
+                "manifest.json or the journal was changed, or the servers were others",
+                "restore what was changed, or measure the session again",
             )
 
 

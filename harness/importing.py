@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from harness.decision import DecisionSection, decide
 from harness.errors import InputError
@@ -28,7 +28,17 @@ _DEFAULT_BLOCK = 16  # vLLM's default block size on CUDA; only tells full from p
 # 2**53: what a JSON number holds exactly in every reader.
 Tokens = Annotated[int, Field(ge=0, le=2**53)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+def _plain(text: str) -> str:
+    """Names stand in tables, charts and file names; a chart's SVG can hold no control character."""
+    if not text.strip() or not text.isprintable():
+        raise ValueError("a name must be printable characters, and not blank")
+    return text
+
+
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_plain)]
+_LONGEST_ERROR = 500  # characters; the copied file has it whole
 
 
 class ForeignRow(BaseModel):
@@ -43,7 +53,8 @@ class ForeignRow(BaseModel):
     ttft_ms: Milliseconds | None
     total_ms: Milliseconds | None
     session: Name | None = None
-    order: Annotated[int, Field(ge=1)] | None = None
+    order: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    phase: str | None = None
     prompt_tokens: Tokens | None = None
     computed: Tokens | None = None
     gpu_hit: Tokens | None = None
@@ -172,6 +183,7 @@ class _Walk:
         self._names = _Names({}, {}, {})
         self._seqs: Counter[str] = Counter()
         self._seen: dict[tuple[str, str], Counter[int | str]] = {}
+        self._once: dict[tuple[str, str], set[int | str]] = {}
 
     def rows(self) -> Iterator[ImportedRow]:
         """Every row in file order; InputError with file, line and field."""
@@ -188,17 +200,14 @@ class _Walk:
 
     def _row(self, line: bytes, where: str) -> ImportedRow:
         foreign = _foreign(line, where)
-        session = foreign.session
-        if session is None:
-            self.is_assumed = True
-            seen = self._seen.setdefault((foreign.config, foreign.pass_name), Counter())
-            seen[foreign.doc] += 1
-            session = f"{foreign.config}-{seen[foreign.doc]}"
-        first_seen = self._names.order(session, foreign.config, where)
+        session = self._session(foreign, where)
+        first_seen = self._names.order(session, foreign, where)
         self._seqs[session] += 1
         values = {name: getattr(foreign, name) for name in _KEPT}
         if foreign.ttft_ms is None:  # a failed request: counted, and in no median
             values |= {"complete": False, "error": foreign.error or "no ttft_ms"}
+        if len(values["error"] or "") > _LONGEST_ERROR:
+            values["error"] = values["error"][:_LONGEST_ERROR] + "…"
         return ImportedRow(
             **values,
             doc=self._names.document(foreign.doc, where),
@@ -208,8 +217,25 @@ class _Walk:
             phase="measure",
         )
 
+    def _session(self, row: ForeignRow, where: str) -> str:
+        """The row's session, given or assumed; InputError for a request met before."""
+        if row.session is None:
+            self.is_assumed = True
+            seen = self._seen.setdefault((row.config, row.pass_name), Counter())
+            seen[row.doc] += 1
+            return f"{row.config}-{seen[row.doc]}"
+        met = self._once.setdefault((row.session, row.pass_name), set())
+        if row.doc in met:
+            raise InputError(
+                f"{where}: document {row.doc!r} comes twice in {row.pass_name!r} of session "
+                f"{row.session!r}",
+                hint="one server measures a document once in a pass: name sessions and passes apart",
+            )
+        met.add(row.doc)
+        return row.session
 
-_KEPT = ForeignRow.model_fields.keys() - {"session", "order", "doc"}
+
+_KEPT = ForeignRow.model_fields.keys() - {"session", "order", "doc", "phase"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +243,29 @@ class _Names:
     """What sessions and documents of a foreign file have been called so far."""
 
     sessions: dict[str, int]
-    arms: dict[str, str]
+    firsts: dict[str, ForeignRow]
     documents: dict[int | str, int]  # of numbers, the first alone
 
-    def order(self, session: str, arm: str, where: str) -> int:
-        """The session's place by first appearance; InputError when two arms share its name."""
-        if self.arms.setdefault(session, arm) != arm:
+    def order(self, session: str, row: ForeignRow, where: str) -> int:
+        """The session's place by first appearance; InputError when rows contradict each other."""
+        first_of_all = next(iter(self.firsts.values()), row)
+        for name in ("session", "order"):
+            if (getattr(row, name) is None) != (getattr(first_of_all, name) is None):
+                raise InputError(
+                    f"{where}: {name} is {getattr(row, name)!r} here and "
+                    f"{getattr(first_of_all, name)!r} in the first row",
+                    hint=f"give {name} in every row, or in none",
+                )
+        first = self.firsts.setdefault(session, row)
+        if first.order != row.order:
+            raise InputError(
+                f"{where}: order of session {session!r} is {row.order} here and {first.order} before"
+            )
+        arm = row.config
+        if first.config != arm:
             raise InputError(
                 f"{where}: session {session!r} is of arm {arm!r} here and of "
-                f"{self.arms[session]!r} before",
+                f"{first.config!r} before",
                 hint="a session is one server of one arm: give each its own name",
             )
         return self.sessions.setdefault(session, len(self.sessions) + 1)
@@ -262,8 +302,17 @@ def _foreign(line: bytes, where: str) -> ForeignRow:
         ) from None
     if row.ttft_ms is not None and row.total_ms is not None and row.ttft_ms > row.total_ms:
         raise InputError(f"{where}: ttft_ms {row.ttft_ms} is more than total_ms {row.total_ms}")
-    if row.pass_name == WARMUP_PASS:
+    if row.complete and row.error and row.ttft_ms is not None:
+        raise InputError(
+            f"{where}: an error beside a complete answer: {row.error[:_LONGEST_ERROR]!r}",
+            hint="say complete: false, or leave error out",
+        )
+    if WARMUP_PASS in (row.pass_name, row.phase):
         raise InputError(f"{where}: a warm-up row; leave those out, they are no measurement")
+    if row.prompt_tokens is not None and row.prompt_tokens < row.doc_tokens:
+        raise InputError(
+            f"{where}: prompt_tokens {row.prompt_tokens} is less than doc_tokens {row.doc_tokens}"
+        )
     sources = [row.computed, row.gpu_hit, row.host_loaded]
     known = [tokens for tokens in sources if tokens is not None]
     if known and (len(known) < 3 or row.prompt_tokens != sum(known)):

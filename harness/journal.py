@@ -15,6 +15,8 @@ from harness.counter_pages import STATE_NAMES
 from harness.counters import CounterError, derive
 from harness.errors import InputError
 from harness.files import describe_invalid, dump_json, load_json, read_lines
+from harness.plan import session_name
+from sim.workload import WARMUP_PASS
 
 SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 
@@ -56,7 +58,8 @@ class Row(BaseModel):
         description="bytes moved host → GPU, whole chunks; null: no host tier, or no way to know"
     )
     loaded_source: str | None = Field(
-        description="how loaded_bytes was measured: chunks_loaded_counter or lookup_hits"
+        description="how loaded_bytes was measured: chunks_loaded_counter, lookup_hits, "
+        "chunks_times_bytes, kv_offload_load_bytes or load_blocks_times_bytes"
     )
     stored_tokens: Tokens | None = Field(description="prompt tokens newly stored in the host tier")
     chunk_tokens: Tokens | None = Field(description="host chunk size in tokens; null: no tier")
@@ -196,23 +199,80 @@ def walk_journal(path: Path, notes: list[str]) -> Iterator[Row]:
 
 def contradiction(row: Row, last: Row | None) -> str | None:
     """What in ``row`` contradicts itself or ``last``, the row before it; None when nothing does."""
-    times = (row.ttft_ms, row.total_ms, row.output_tokens, row.output_sha256)
-    if row.complete and (row.error is not None or None in times):
-        return "complete is true beside an error, or without times, output tokens or output digest"
-    if not row.complete and (row.error is None or row.ttft_ms is not None):
-        return "complete is false without an error, or beside a ttft_ms"
-    if row.ttft_ms is not None and row.total_ms is not None and row.ttft_ms > row.total_ms:
-        return f"ttft_ms {row.ttft_ms} is more than total_ms {row.total_ms}"
-    if row.is_attributed != (row.unattributed is None):
-        return "unattributed must say why exactly when the token sources are null"
+    if problem := _in_answer(row) or _in_sources(row) or _in_place(row, last):
+        return problem
     if last is None:
-        return None if row.seq == 1 else f"seq is {row.seq} in the first row"
-    if (row.seq, row.order) != (last.seq + 1, last.order):
-        return f"seq {row.seq}, order {row.order} after seq {last.seq}, order {last.order}"
+        return _in_server(row)
     if None not in (last.counters_after, row.counters_before) and (
         last.counters_after != row.counters_before
     ):
         return "counters_before are not the counters_after of the row before"
+    if row.connector != last.connector:  # of the server, which is one, as is its tier's unit
+        return f"connector is {row.connector!r} after {last.connector!r}"
+    if row.chunk_tokens != last.chunk_tokens or row.chunk_bytes != last.chunk_bytes:
+        return (
+            f"chunk_tokens {row.chunk_tokens}, chunk_bytes {row.chunk_bytes} after "
+            f"{last.chunk_tokens}, {last.chunk_bytes}"
+        )
+    return None
+
+
+def _in_place(row: Row, last: Row | None) -> str | None:
+    """A row counts for the session, arm, phase and place it names."""
+    if last is None:
+        if row.seq != 1:
+            return f"seq is {row.seq} in the first row"
+    elif (row.seq, row.order) != (last.seq + 1, last.order):
+        return f"seq {row.seq}, order {row.order} after seq {last.seq}, order {last.order}"
+    is_checked = last is not None and (row.session, row.config) == (last.session, last.config)
+    if not is_checked and row.session != session_name(row.order, row.config):
+        return f"session {row.session!r} is not that of order {row.order}, config {row.config!r}"
+    if (row.phase == "warmup") != (row.pass_name == WARMUP_PASS):
+        return f"phase is {row.phase!r} in pass {row.pass_name!r}"
+    if row.doc_tokens > row.prompt_tokens:
+        return f"doc_tokens {row.doc_tokens} is more than prompt_tokens {row.prompt_tokens}"
+    return None
+
+
+def _in_server(row: Row) -> str | None:
+    """What the tier's unit contradicts."""
+    unit, n_bytes = row.chunk_tokens, row.chunk_bytes
+    if n_bytes is not None and (not unit or n_bytes < unit or n_bytes % unit):
+        return f"chunk_bytes {n_bytes} is no whole number of bytes for each of {unit} tokens"
+    return None
+
+
+def _in_answer(row: Row) -> str | None:
+    """What the answer's own fields contradict."""
+    needed = (row.ttft_ms, row.total_ms, row.finish_reason)
+    if row.complete and (
+        row.error is not None or None in needed or not row.output_tokens or not row.output_sha256
+    ):
+        return (
+            "complete is true beside an error, or without times, finish_reason, output tokens or "
+            "output digest"
+        )
+    if not row.complete and (row.error is None or row.ttft_ms is not None):
+        return "complete is false without an error, or beside a ttft_ms"
+    if row.ttft_ms is None:
+        return None
+    if row.total_ms is not None and row.ttft_ms > row.total_ms:
+        return f"ttft_ms {row.ttft_ms} is more than total_ms {row.total_ms}"
+    if row.first_byte_ms is not None and row.first_byte_ms > row.ttft_ms:
+        return f"first_byte_ms {row.first_byte_ms} is more than ttft_ms {row.ttft_ms}"
+    return None
+
+
+def _in_sources(row: Row) -> str | None:
+    """What the token sources contradict."""
+    if row.is_attributed != (row.unattributed is None):
+        return "unattributed must say why exactly when the token sources are null"
+    if row.loaded_bytes is not None and row.loaded_source is None:
+        return "loaded_bytes without a loaded_source"
+    cached = row.cached_tokens
+    from_caches = (row.gpu_hit or 0) + (row.host_loaded or 0)
+    if row.is_attributed and row.disagreement is None and cached not in (None, from_caches):
+        return f"cached_tokens is {cached} beside {from_caches} tokens from caches, unexplained"
     return None
 
 

@@ -247,7 +247,7 @@ def _break_even(model: LatencyModel, rows: Sequence[Row]) -> dict[str, Any]:
     compared = [load_or_recompute(model, chunks=count, **unit) for count in chunks]
     return {
         "from_tokens": first * chunk_tokens if first else None,
-        "statement": " ".join(
+        "statement": "\n".join(
             [_verdict(first, chunk_tokens, compared), *(_rates(size, model) for size in compared)]
         ),
         "sizes": [_size(size) for size in compared],

@@ -5,6 +5,7 @@ come with kvcliff (``presets/models``: architecture numbers only).
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -175,7 +176,10 @@ def _agree(shape: Path, config: Path) -> bool:
 
 
 def _hint(name: str) -> str:
+    known = ", ".join(shape_names())
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is None:
+        return f"give `tiny`, a folder with config.json and weights, or a hub id, e.g. of {known}"
     return (
-        f"give `tiny`, a folder with config.json and weights, one of {', '.join(shape_names())}, "
+        f"give `tiny`, a folder with config.json and weights, one of {known}, "
         f"or download it first: for a plan `hf download {name} config.json` is enough"
     )

@@ -6,6 +6,7 @@ from typing import Final
 
 from harness.experiment import Experiment
 from servers.arms import GIB
+from servers.flags import values_of
 from servers.gpu_devices import parallel_size
 from sim.dense import DenseShape
 
@@ -74,11 +75,9 @@ def _weights_bytes(experiment: Experiment, dtype: str) -> int | None:
 
 
 def _utilization(flags: tuple[str, ...]) -> float:
-    """Of ``--gpu-memory-utilization X`` or ``=X``; vLLM's default without it."""
-    words = [word for flag in flags for word in flag.split("=", 1)]
-    if _UTILIZATION_FLAG not in words[:-1]:
-        return _UTILIZATION
+    """The last ``--gpu-memory-utilization`` of these; vLLM's default without a usable one."""
     try:
-        return float(words[words.index(_UTILIZATION_FLAG) + 1])
-    except ValueError:  # vLLM will refuse it, with its own words
+        share = float([*values_of(flags, _UTILIZATION_FLAG)][-1])
+    except (IndexError, ValueError):  # not given, or vLLM will refuse it with its own words
         return _UTILIZATION
+    return share if 0 < share <= 1 else _UTILIZATION

@@ -1,10 +1,13 @@
 """Why a plan cannot work: what the engines would refuse, or nobody could attribute."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 from harness.arm_names import BASELINE, CONTROL
 from harness.decision import unknown_pass
 from harness.plan import BLOCK_TIERS, BUILT_IN_ARMS, ArmSection, Plan
+from servers.flags import means
 from sim.workload import (
     pass_name,
 )
@@ -98,7 +101,13 @@ _OURS = (
 )  # fmt: skip
 
 
-_OUR_ENV = ("PYTHONHASHSEED", "TMPDIR", "VLLM_CACHE_ROOT", "CUDA_VISIBLE_DEVICES")
+# Which GPU an arm runs on is no factor: CUDA's order of them counts, too.
+_OUR_ENV = (
+    "PYTHONHASHSEED", "TMPDIR", "VLLM_CACHE_ROOT", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
+)  # fmt: skip
+
+# KVTransferConfig of vLLM 0.32 asks for one of them wherever there is a connector.
+_ROLES = ("kv_both", "kv_consumer", "kv_producer")
 
 
 def _impossible_arm(label: str, arm: ArmSection) -> Iterator[str]:
@@ -109,16 +118,41 @@ def _impossible_arm(label: str, arm: ArmSection) -> Iterator[str]:
         yield f"{where} differs in nothing from baseline; give it a tier, or a factor of its own"
     if arm.connector is not None and arm.tier is not None:
         yield f"{where} has a tier and a connector; one of them"
-    if arm.connector is not None and not isinstance(arm.connector.get("kv_connector"), str):
-        yield f"{where}.connector has no kv_connector, the name of the class to create"
+    if arm.connector is not None:
+        yield from _impossible_connector(f"{where}.connector", arm.connector)
     if arm.tier is not None and not arm.prefix_caching:
         yield f"{where} has a host tier but no prefix caching, without which vLLM asks no tier"
+    yield from _impossible_words(where, arm)
+
+
+def _impossible_words(where: str, arm: ArmSection) -> Iterator[str]:
+    """What a process cannot be given, or kvcliff gives itself."""
     for flag in arm.flags:
-        if flag.split("=")[0] in _OURS:
-            yield f"{where}.flags has {flag}, which kvcliff sets itself for every arm"
-    for name in arm.env:
+        ours = next((option for option in _OURS if means(flag, option)), None)
+        if ours is not None:
+            meant = "" if flag.split("=")[0] == ours else f" (vLLM reads it as {ours})"
+            yield f"{where}.flags has {flag}, which kvcliff sets itself for every arm{meant}"
+        if "\0" in flag:
+            yield f"{where}.flags has {flag!r}: a command line has no NUL characters"
+    for name, value in arm.env.items():
         if name in _OUR_ENV:
             yield f"{where}.env has {name}, which kvcliff sets itself for every arm"
+        if "\0" in value:
+            yield f"{where}.env.{name} is {value!r}: an environment has no NUL characters"
+
+
+def _impossible_connector(where: str, connector: dict[str, Any]) -> Iterator[str]:
+    """A connector is written as JSON, and has what vLLM insists on."""
+    name, role = connector.get("kv_connector"), connector.get("kv_role")
+    if not isinstance(name, str) or not name:
+        yield f"{where} has no kv_connector, the name of the class to create"
+    elif role not in _ROLES:
+        given = "none" if role is None else repr(role)
+        yield f"{where}.kv_role: vLLM needs one of {', '.join(_ROLES)}, got {given}"
+    try:
+        json.dumps(connector, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        yield f"{where} cannot be written as JSON, which vLLM takes: {error}"
 
 
 def _impossible_tiers(plan: Plan) -> list[str]:

@@ -43,9 +43,13 @@ def read_plan(path: Path) -> Plan:
 def parse_plan(content: bytes, *, where: str) -> Plan:
     """Parse and check TOML; InputError says what is wrong and where."""
     try:
-        plan = Plan.model_validate(tomllib.loads(content.decode("utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        written = tomllib.loads(content.decode("utf-8-sig"))
+    except RecursionError:
+        raise InputError(f"{where}: TOML nested too deeply") from None
+    except ValueError as error:  # not UTF-8, not TOML, or a number of thousands of digits
         raise InputError(f"{where}: not valid TOML: {error}") from None
+    try:
+        plan = Plan.model_validate(written)
     except ValidationError as error:
         raise InputError(f"{where}: {describe_invalid(error)}") from None
     for problem in impossible(plan):

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.arm_names import BASELINE, CONTROL
 from harness.capacity import Edge, gpu_edge, host_edge, why_not
+from harness.cliff import working_set_tokens
 from harness.errors import InputError
 from harness.expected import Expectation, duration_s, expectation, expected_passes, shapes_of
 from harness.experiment import Experiment, SessionPlan
@@ -111,13 +112,10 @@ def _requests(experiment: Experiment) -> dict[str, int]:
 
 def _tiers(experiment: Experiment, arm: Arm) -> dict[str, Any]:
     plan, host = experiment.plan, arm.host
-    documents = plan.workload.documents
-    if arm.name == CONTROL and plan.control:
-        documents = plan.control.documents or documents
     gpu_tokens = (arm.server.num_gpu_blocks - 1) * arm.server.block_size
     chunks = experiment.geometry.host_chunks(host.gib, host.chunk_tokens) if host else 0
     return {
-        "working_set_tokens": documents * plan.workload.document_tokens,
+        "working_set_tokens": working_set_tokens(plan, arm.name),
         "gpu_tokens": gpu_tokens,
         "gpu_bytes": gpu_tokens * experiment.geometry.bytes_per_token,
         "host_kind": host.kind if host else None,
@@ -301,6 +299,8 @@ def _estimate(
         work += " in the arms that are predicted"
     if experiment.plan.server.build == "cpu":
         seconds = len(sessions) * _SESSION_S + computed * _CPU_PREFILL_S_PER_TOKEN
+        if experiment.plan.model.path != "tiny":
+            return f"{work}; how long that takes a CPU with this model is not known"
         return f"about {_minutes(seconds)} on the CPU build, with the tiny model ({work})"
     if expected is None:
         return work

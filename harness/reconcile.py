@@ -4,8 +4,7 @@ Needs no engine: a run folder is enough, on any laptop.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,40 +21,25 @@ Key = tuple[str, str, int]
 """A request: ``(session, pass, doc)``."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Reconciled:
     """One planned, recorded or predicted request; ``residual`` is measured − predicted.
 
     ``row`` None: missing from the journals. ``predicted`` None: missing from the predictions.
-    ``residual`` None: not comparable, because one of them is missing, the row has no sources, or
-    there is no exact prediction.
+    ``residual``: the three sources, stored tokens, loaded bytes. None: not comparable, because one
+    of them is missing, the row has no sources, or there is no exact prediction.
     """
 
     key: Key
     is_planned: bool
     row: Row | None
     predicted: PredictedRow | None
+    residual: dict[str, int] | None = field(init=False)
 
-    @cached_property
-    def residual(self) -> dict[str, int] | None:
-        """Measured − predicted: the three sources, stored tokens, loaded bytes."""
-        row, predicted = self.row, self.predicted
-        if row is None or predicted is None or not row.is_attributed or not predicted.is_exact:
-            return None
-        pairs = (
-            ("computed", row.computed, predicted.computed),
-            ("gpu_hit", row.gpu_hit, predicted.gpu_hit),
-            ("host_loaded", row.host_loaded, predicted.host_loaded),
-            ("stored_tokens", row.stored_tokens, predicted.stored_tokens),
-            ("loaded_bytes", row.loaded_bytes, predicted.transferred_bytes),
-        )
-        return {
-            name: measured - expected
-            for name, measured, expected in pairs
-            if measured is not None and expected is not None
-        }
+    def __post_init__(self) -> None:
+        self.residual = _residual(self.row, self.predicted)
 
-    @cached_property
+    @property
     def is_reconciled(self) -> bool:
         """Planned, complete, its sources sum to its prompt, and every residual is 0.
 
@@ -115,6 +99,23 @@ class _FolderRequests:
             walk_predictions(self.folder.path / PREDICTION_FILE),
             place=places(self.plan)[0],
         )
+
+
+def _residual(row: Row | None, predicted: PredictedRow | None) -> dict[str, int] | None:
+    if row is None or predicted is None or not row.is_attributed or not predicted.is_exact:
+        return None
+    pairs = (
+        ("computed", row.computed, predicted.computed),
+        ("gpu_hit", row.gpu_hit, predicted.gpu_hit),
+        ("host_loaded", row.host_loaded, predicted.host_loaded),
+        ("stored_tokens", row.stored_tokens, predicted.stored_tokens),
+        ("loaded_bytes", row.loaded_bytes, predicted.transferred_bytes),
+    )
+    return {
+        name: measured - expected
+        for name, measured, expected in pairs
+        if measured is not None and expected is not None
+    }
 
 
 def reconcile(folder: RunFolder) -> Reconciliation:

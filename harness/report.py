@@ -15,9 +15,11 @@ from typing import Any
 import vl_convert
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
+from pydantic import ValidationError
 
 from harness.chart_specs import SOURCE_STYLE
 from harness.charts import (
+    MOST_MARKS,
     Figure,
     arms_of,
     figures,
@@ -25,7 +27,8 @@ from harness.charts import (
     thinned,
 )
 from harness.errors import InputError
-from harness.files import load_json, write_atomically
+from harness.files import describe_invalid, load_json, write_atomically
+from harness.published import ReconcileFile, Summary
 from sim.geometry import GIB
 
 VEGA_LITE = "6.4"
@@ -68,6 +71,17 @@ def read_published(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{run}: its summary.json or reconcile.json is an older kvcliff's",
             hint=f"kvcliff summarize {run}; of an imported run: kvcliff import {run}/ttft.jsonl",
         )
+    for name, shape, content in (
+        ("summary.json", Summary, summary),
+        ("reconcile.json", ReconcileFile, reconciliation),
+    ):
+        try:
+            shape.model_validate(content)
+        except ValidationError as error:
+            raise InputError(
+                f"{run / name} was changed: {describe_invalid(error)}",
+                hint=f"kvcliff summarize {run}; of an imported run: kvcliff import {run}/ttft.jsonl",
+            ) from None
     return summary, reconciliation
 
 
@@ -115,11 +129,26 @@ def _write_charts(
 
 
 def render_html(summary: Mapping[str, Any], reconciliation: Mapping[str, Any]) -> str:
-    """The whole page. Everything that came from a file is escaped; no address is ever fetched."""
-    found = figures(summary, reconciliation)
+    """The whole page. Everything that came from a file is escaped; no address is ever fetched.
+
+    Fewer marks and rows where long names would make it too large, so that it stays below 6 MB;
+    InputError when no less can be shown.
+    """
+    for share in (1, 2, 4, 8):
+        page = _render(summary, reconciliation, share)
+        if len(page.encode()) <= _MOST_BYTES:
+            return page
+    raise InputError(
+        f"the report would be {len(page.encode()) / 1e6:.1f} MB, more than {_MOST_BYTES / 1e6:.0f}"
+    )
+
+
+def _render(summary: Mapping[str, Any], reconciliation: Mapping[str, Any], share: int) -> str:
+    """The page with one ``share``-th of the marks and rows it may have."""
+    found = figures(summary, reconciliation, most=MOST_MARKS // share)
     requests = reconciliation["requests"]
-    shown = thinned(requests, _MOST_REQUESTS)
-    page = _template("report.html").render(
+    shown = thinned(requests, _MOST_REQUESTS // share)
+    return _template("report.html").render(
         s=summary,
         r=reconciliation,
         n=_number({"s": summary, "r": reconciliation}),
@@ -136,11 +165,6 @@ def render_html(summary: Mapping[str, Any], reconciliation: Mapping[str, Any]) -
         vega=Markup(_vega()),
         specs=_inline_json([figure.spec for figure in found]),
     )
-    if len(page.encode()) > _MOST_BYTES:
-        raise InputError(
-            f"the report would be {len(page) / 1e6:.1f} MB, more than {_MOST_BYTES / 1e6:.0f}"
-        )
-    return page
 
 
 def render_markdown(summary: Mapping[str, Any], reconciliation: Mapping[str, Any]) -> str:

@@ -74,12 +74,14 @@ class RunFolder:
         return list(_rows_of(self.journal(session), self.read_manifest()["run"], notes))
 
     def is_being_measured(self) -> bool:
-        """Whether another process holds the run's lock."""
+        """Whether another process holds the run's lock; never where the plan is gone."""
         try:
             with self.lock():
                 return False
         except InputError:
             return True
+        except FileNotFoundError:
+            return False
 
     def refuse_imported(self) -> None:
         """InputError for a run made by ``kvcliff import``: it has no plan and no journals."""

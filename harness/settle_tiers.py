@@ -127,6 +127,7 @@ class ServerState:
     sessions: int
 
     def reason(self) -> str | None:
+        """Why it is not at rest, with the number that says so; None when it is."""
         for name, count in self.busy.items():
             if count:
                 return f"LMCache's {name} is {count}"

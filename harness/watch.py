@@ -96,7 +96,7 @@ class Watcher:
         """The run as it is now."""
         is_running = self._folder.is_being_measured()  # before reading: the end is not missed
         self._read()
-        rows = [row for path in sorted(self._rows) for row in self._rows[path]]
+        rows = [row for path in self._folder.journals() for row in self._rows.get(path, ())]
         recorded = Counter(row.session for row in rows)
         return View(
             run=self._folder.name,

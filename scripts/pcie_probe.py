@@ -415,7 +415,7 @@ def _show(found: dict[str, Any]) -> None:
     for row in found["prefill"]:
         print(
             f"prefill {row['new']:,} after {row['cached']:,}: {1e3 * row['median_s']:.2f} ms, "
-            f"{row['new'] / row['median_s']:,.0f} tokens/s"
+            f"{row['new'] / row['median_s']:,.1f} tokens/s"
         )
     for row in found["skipped"]:
         print(f"skipped {row['new']:,} after {row['cached']:,}: {row['because']}")

@@ -48,7 +48,8 @@ _HINTS: Final[tuple[tuple[str, str], ...]] = (
     ),
     (
         r"unrecognized arguments|invalid choice",
-        "this engine version does not know an option: install the pinned versions (make setup)",
+        "this engine version does not know an option: take it out of [arms], or install the pinned "
+        "versions (make setup)",
     ),
     (r"No module named", "the engines are not installed in this environment: run make setup"),
     (

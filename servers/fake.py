@@ -632,7 +632,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     args = _arguments(argv)
-    script = read_script(args.script) if args.script else Script()
+    try:
+        script = read_script(args.script) if args.script else Script()
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"ERROR: script {args.script}: {error}\n")
+        return 2
     faults = script.always()
     _fill_stderr(int(faults.get("stderr_bytes", 0)))
     startup_s = float(faults.get("startup_s", 0))

@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Any, Final
 
 from servers.arms import Arm
 from servers.errors import LaunchError
+from servers.flags import values_of
 from servers.gpu_facts import Gpu, GpuState, MigInstance, Reader, Survey
 from servers.nvidia_smi import Ask, ask_nvidia_smi, states_by_nvidia_smi, survey_by_nvidia_smi
 from servers.nvml import NoNvml, nvml
@@ -25,6 +25,7 @@ _PARALLEL: Final = (
     ("--tensor-parallel-size", "-tp"),
     ("--pipeline-parallel-size", "-pp"),
     ("--data-parallel-size", "-dp"),
+    ("--prefill-context-parallel-size", "-pcp"),
 )
 
 
@@ -103,13 +104,7 @@ def visible_devices(named: str | None, gpus: Sequence[Gpu]) -> list[Device]:
 
 def parallel_size(flags: Sequence[str]) -> int:
     """GPUs a vLLM server with these options uses; 1 unless they say otherwise."""
-    words = [word for flag in flags for word in flag.split("=", 1)]
-    sizes = [
-        int(value)
-        for name, value in pairwise(words)
-        if any(name in names for names in _PARALLEL) and value.isdecimal()
-    ]
-    return prod(sizes)
+    return prod(_size([*values_of(flags, *names)]) for names in _PARALLEL)
 
 
 @contextmanager
@@ -136,6 +131,11 @@ def _states_by_nvidia_smi(devices: Sequence[Device], ask: Ask) -> dict[str, GpuS
     """A MIG instance's are unknown: what nvidia-smi lists is its whole GPU's memory."""
     states = states_by_nvidia_smi(ask)
     return {device.uuid: states.get(device.uuid, GpuState()) for device in devices}
+
+
+def _size(values: Sequence[str]) -> int:
+    """The last one, which counts; 1 for what is no size, which vLLM will refuse."""
+    return int(values[-1]) if values and re.fullmatch("[1-9][0-9]{0,5}", values[-1]) else 1
 
 
 def _entries(named: str) -> list[str]:

@@ -70,7 +70,7 @@ class GpuSamples:
             "uuid": device.uuid,
             "gpu_uuid": device.gpu.uuid,
             "label": device.label,
-            **{moment: asdict(states[device.uuid]) for moment, states in self._moments.items()},
+            **{moment: asdict(taken[device.uuid]) for moment, taken in self._moments.items()},
             "under_load": _summary(states),
         }
 

@@ -87,7 +87,7 @@ def survey_by_nvidia_smi(ask: Ask = ask_nvidia_smi) -> Survey:
         for index, (uuid, row) in enumerate(table.items())
     ]
     version = re.search(r"CUDA Version\s*:\s*(\d+\.\d+)", ask(["--version"]) or "")
-    driver = next((row.get("driver_version") for row in table.values()), None)
+    driver = next((_text(row.get("driver_version")) for row in table.values()), None)
     return Survey("nvidia-smi", in_pci_order(gpus), driver, version[1] if version else None)
 
 

@@ -71,7 +71,8 @@ def seal(folder: Path) -> None:
 def _record(
     run: str, session: str, pass_name: str, doc: int, *, seq: int, ttft: Ttft
 ) -> dict[str, Any]:
-    position, arm = int(session[:2]), session[3:]
+    number, _, arm = session.partition("-")
+    position = int(number)
     ms = ttft(position, arm, pass_name, doc)
     is_loaded = arm == "lmcache" and pass_name == "pass2-replay"
     record = make_record(

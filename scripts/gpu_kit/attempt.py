@@ -5,9 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,21 +19,12 @@ _MADE: Final = (0, 1)
 _TELLING: Final = re.compile(r"\w+Error\b.*:|\berror: |^kvcliff: |^  → ")
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a process ended: its exit code, None when it was stopped at its time, and its seconds."""
-
-    code: int | None
-    seconds: float
-
-
-def bounded(words: list[str], *, env: Mapping[str, str], log: Path, seconds: float) -> Ended:
-    """Run ``words`` for at most ``seconds``, output appended to ``log``; then stop it in order.
+def bounded(words: list[str], *, env: Mapping[str, str], log: Path, seconds: float) -> int | None:
+    """The exit code of ``words``, output appended to ``log``; None: stopped after ``seconds``.
 
     SIGTERM first, which kvcliff takes as the wish to stop its servers and keep what it has; after
     ``STOP_S`` more the process and its group are killed.
     """
-    began = time.monotonic()
     with log.open("ab") as out:
         process = subprocess.Popen(
             words,
@@ -45,15 +34,13 @@ def bounded(words: list[str], *, env: Mapping[str, str], log: Path, seconds: flo
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    code: int | None = None
     try:
-        code = process.wait(timeout=max(seconds, 0))
+        return process.wait(timeout=max(seconds, 0))
     except subprocess.TimeoutExpired:
-        pass
+        return None
     finally:
         if process.returncode is None:
             _stop(process)
-    return Ended(code, round(time.monotonic() - began, 2))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -75,8 +62,8 @@ def measure(
     """
     run = newest_run(results)
     begun = ["--resume", str(run)] if run else [str(plan), "--results", str(results)]
-    ended = bounded([*_KVCLIFF, "run", *begun], env=env, log=log, seconds=seconds)
-    found = {"exit_code": ended.code, "rows": rows(results)}
+    code = bounded([*_KVCLIFF, "run", *begun], env=env, log=log, seconds=seconds)
+    found = {"exit_code": code, "rows": rows(results)}
     return found if is_whole(found) else {**found, "why": why(results, log)}
 
 

@@ -24,14 +24,21 @@ from typing import Any, Final, NoReturn
 
 from .attempt import STOP_S, bounded, is_whole, measure, newest_run, summarize
 from .plans import ARMS, SHAPES, paired_plan, single_plan, write_model
-from .steps import StepError, Steps, stamp, write_whole
+from .steps import StepError, Steps, Work, stamp, write_whole
 from .unpack import read_kit, unpack
 from .wheels import KitError
 
+_ABOUT: Final = (
+    "Unpack the kit, try its kernels, measure, bring back; the same command goes on where it ended."
+)
 KIT: Final = Path(__file__).resolve().parents[2]
 # Kept back from the deadline: stopping the servers, the tables, the archive.
 _RESERVE_S: Final = STOP_S + 15
 _LEAST_ATTEMPT_S: Final = 30
+# The smoke test takes about 10 s on an H200 and the tables of a run a few: bounded so that one that
+# hangs costs a part of the time, not all of it.
+_SMOKE_S: Final = 120.0
+_SUMMARIZE_S: Final = 30.0
 # What scripts/pcie_probe.py says it needs, and half as much again.
 _PROBE_S: Final = 90
 # Where container images put a driver that the loader does not know of.
@@ -86,7 +93,7 @@ class Box:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: measured (``start``: every arm served); 1: not; 2: wrong usage."""
+    """Exit code 0: measured (``start``: every arm served); 1: not; 2: wrong usage; 130: stopped."""
     options = _parsed(argv)
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
@@ -194,7 +201,7 @@ def _attempt(box: Box, arm: str) -> dict[str, Any]:
             _results(box, f"run-{arm}", plan),
             env=box.env,
             log=box.log(f"run-{arm}"),
-            seconds=min(30.0, box.left_s() + _RESERVE_S),
+            seconds=min(_SUMMARIZE_S, box.left_s() + _RESERVE_S),
         )
     return found
 
@@ -224,7 +231,7 @@ def _results(box: Box, name: str, plan: str) -> Path:
     return box.work / "results" / f"{name}-{stamp(plan)[:6]}"
 
 
-def _tried(box: Box, name: str, work: Any, *, inputs: object) -> dict[str, Any] | None:
+def _tried(box: Box, name: str, work: Work, *, inputs: object) -> dict[str, Any] | None:
     """A step whose failure is written down and ends nothing; OUT is brought up to date."""
     try:
         return box.steps.do(name, work, inputs=inputs)
@@ -238,11 +245,11 @@ def _smoke(box: Box) -> dict[str, Any]:
     log = box.log("smoke")
     log.unlink(missing_ok=True)
     words = [sys.executable, "-P", "-m", "scripts.gpu_kit.smoke"]
-    ended = bounded(words, env=box.env, log=log, seconds=min(120.0, box.left_s()))
+    code = bounded(words, env=box.env, log=log, seconds=min(_SMOKE_S, box.left_s()))
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     checks = [json.loads(line) for line in lines if line.startswith('{"check"')]
-    found = {"exit_code": ended.code, "checks": checks}
-    if ended.code != 0:
+    found = {"exit_code": code, "checks": checks}
+    if code != 0:
         raise StepError(found)
     return found
 
@@ -251,9 +258,9 @@ def _probe(box: Box, probe: Path) -> dict[str, Any]:
     found = box.work / "probe.json"
     config = box.work / "model" / "config.json"
     words = [sys.executable, "-P", str(probe), str(found), "--config", str(config)]
-    ended = bounded(words, env=box.env, log=box.log("probe"), seconds=box.left_s())
-    if ended.code != 0:
-        raise StepError({"exit_code": ended.code})
+    code = bounded(words, env=box.env, log=box.log("probe"), seconds=box.left_s())
+    if code != 0:
+        raise StepError({"exit_code": code})
     return {"file": found.name}
 
 
@@ -287,8 +294,10 @@ def _environment(site: Path, work: Path) -> dict[str, str]:
 
 
 def _parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="box.py", description=__doc__)
-    parser.add_argument("command", choices=sorted(COMMANDS))
+    parser = argparse.ArgumentParser(prog="box.py", description=_ABOUT)
+    parser.add_argument(
+        "command", choices=sorted(COMMANDS), help="run: measure; start: see which arms start"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for what is brought back")
     parser.add_argument(
         "--work", type=Path, default=Path("/tmp/kvcliff-kit"), help="folder to unpack and run in"
@@ -297,7 +306,9 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=150, help="longest start of a server [150]")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="in this order")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="8b", help="Qwen3's size [8b]")
-    parser.add_argument("--no-control", dest="control", action="store_false")
+    parser.add_argument(
+        "--no-control", dest="control", action="store_false", help="leave out the control"
+    )
     return parser.parse_args(argv)
 
 

@@ -57,9 +57,9 @@ _LEFT_OUT: Final = (
     "pycountry/locales",
     "mistral_common/data",
 )
-# LMCache imports cryptography (3.4 MB) for an encrypting serializer that nobody here turns on.
-# kvcliff starts vLLM by the module that has the API server since 0.32; 0.26 has it elsewhere.
 _ENTRY: Final = "vllm/entrypoints/launchers"
+# kvcliff starts vLLM by the module that has the API server since 0.32; 0.26 has it elsewhere.
+# LMCache imports cryptography (3.4 MB) for an encrypting serializer that nobody here turns on.
 _STAND_INS: Final = {
     f"{_ENTRY}/__init__.py": "",
     f"{_ENTRY}/api_server/__init__.py": "",
@@ -81,6 +81,8 @@ _STAND_INS: Final = {
 # kvcliff itself; of scripts/ what runs on the box.
 _OURS: Final = ("harness", "servers", "sim", "scripts/gpu_kit")
 _OUR_FILES: Final = ("scripts/pcie_probe.py",)
+STEPS_FILE: Final = "steps.json"
+"""In the work folder: the steps done there."""
 _BOX_ENTRY: Final = '''"""The one command on the box: python3 box.py run --out OUT (see scripts/gpu_kit/box.py)."""
 
 import sys
@@ -100,7 +102,7 @@ class Part:
 
     name: str
     place: str | None
-    size: int
+    packed_bytes: int
     sha256: str
 
 
@@ -134,6 +136,25 @@ def pack(out: Path, *, lmcache: str, work: Path, steps: Steps) -> dict[str, Any]
     check_size(out)
     write_whole(out / "kit.json", json.dumps(content, indent=1))
     return content
+
+
+def check_place(out: Path, work: Path) -> None:
+    """KitError where packing would delete or overwrite what is no kit.
+
+    A kit's folder holds nothing but a kit's files, a work folder has the steps done in it.
+    """
+    of_a_kit = {
+        "box.py", "kit.json", "py.tar.xz", *(f"{Path(name).name}.xz" for name in _LIBRARIES),
+        *(Path(name).parts[0] for name in (*_OURS, *_OUR_FILES)),
+    }  # fmt: skip
+    for folder in (out, work):
+        if folder.exists() and not folder.is_dir():
+            raise KitError(f"{folder} is no folder")
+    others = sorted({path.name for path in out.iterdir()} - of_a_kit) if out.is_dir() else []
+    if others:
+        raise KitError(f"{out} holds {others[0]}, which is no part of a kit; give another --out")
+    if work.is_dir() and any(work.iterdir()) and not (work / STEPS_FILE).is_file():
+        raise KitError(f"{work} is not empty and nothing was packed in it; give another --work")
 
 
 def check_size(kit: Path, *, limit_bytes: int = LIMIT_BYTES) -> int:

@@ -25,6 +25,8 @@ def read_kit(kit: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((kit / "kit.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise KitError(f"{kit} has no kit.json: no kit, or its packing did not end") from None
+    except ValueError as error:
+        raise KitError(f"{kit / 'kit.json'} is not JSON ({error}): carry it again") from None
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if here != content["python"] or platform.machine() != "x86_64":
         raise KitError(

@@ -243,8 +243,8 @@ def test_a_page_with_hostile_names_shows_them_as_text_and_runs_nothing(
         if name == "reconcile.json":
             content["requests"][5]["error"] = hostile
             content["requests"][5]["session"] = hostile
-            finding = dict.fromkeys(("code", "severity", "message", "cause", "remedy"), hostile)
-            content["findings"] = [finding]
+            finding = dict.fromkeys(("code", "message", "cause", "remedy"), hostile)
+            content["findings"] = [{**finding, "severity": "error"}]
         else:
             content["passes"][hostile] = content["passes"].pop("pass1-cold")
             content["environment"][hostile] = hostile

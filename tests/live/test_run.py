@@ -372,6 +372,7 @@ def test_a_second_run_on_the_machine_is_refused_while_one_measures(
     second = kvcliff("run", str(plan), "--results", "elsewhere")
     assert second.returncode == 3
     assert "another kvcliff run is measuring" in second.stderr
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_every_session_has_servers_of_its_own_so_no_cache_is_ever_reset(

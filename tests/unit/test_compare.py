@@ -48,6 +48,11 @@ def test_sessions_that_overlap_show_no_change(tmp_path: Path) -> None:
         (("environment", "cpu"), "another CPU", "environment.cpu: a has 'a CPU', b has 'another"),
         (("environment", "gpus"), ["H200"], "environment.gpus: a has None, b has ['H200']"),
         (("plan", "server", "block_size"), 16, "plan.server.block_size: a has 32, b has 16"),
+        (
+            ("plan", "arms", "lmcache", "tier"),
+            "native",
+            "plan.arms.lmcache.tier: a has 'lmcache-mp', b has 'native'",
+        ),
         (("plan", "model", "path"), "other", "plan.model.path: a has 'tiny', b has 'other'"),
     ],
 )

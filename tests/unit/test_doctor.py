@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from harness.checks import Check
 from harness.doctor import check_machine
 from harness.errors import InputError
 from harness.needs import Needs
+from harness.runfolder import RunFolder
 from servers.arms import GIB, Arm, ServerSpec
 from servers.gpu_facts import Gpu, GpuMemory, GpuProcess, GpuState, MigInstance, Survey
+from servers.processes import Ledger, identify
 from tests.factory import PLAN_TOML
 from tests.gpus import MIG_1, UUID_A, UUID_C, gpu
 
@@ -278,6 +281,27 @@ def test_missing_counters_are_an_error_that_names_them(
     assert found["status"] == "error"
     assert "1 of 13" in found["found"]
     assert "vllm:request_success_total" in found["found"]
+
+
+@pytest.mark.usefixtures("_engines")
+def test_servers_of_a_run_that_is_being_measured_are_not_left_over(
+    tmp_path: Path, plan_file: Path
+) -> None:
+    run = RunFolder(tmp_path / "20260101T000000Z-x")
+    run.path.mkdir()
+    (run.path / "plan.toml").write_text("", encoding="utf-8")
+    ourselves = identify(os.getpid())
+    assert ourselves is not None
+    Ledger(run.ledger, session="01-baseline", work="kvc-x").started(ourselves, "vllm")
+
+    with run.lock():
+        measured = machine(tmp_path, plan_file)["left-over servers"]
+    killed = machine(tmp_path, plan_file)["left-over servers"]
+
+    assert (measured["status"], measured["remedy"]) == ("error", "wait for that run to end")
+    assert measured["found"] == f"none, but {run.name} is being measured"
+    assert (killed["status"], killed["remedy"]) == ("error", "kvcliff run --end-leftovers")
+    assert killed["found"] == f"1: pids {os.getpid()}"
 
 
 class FakeProcess:

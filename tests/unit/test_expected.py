@@ -136,6 +136,8 @@ def test_a_dry_run_is_no_probe_of_a_gpu(look, write):
         (probe(shape=SHAPE_8B | {"heads": 0}), "shape.heads: .*got 0"),
         (probe(prefill=[]), "prefill: .*at least 4"),
         (probe(prefill=[{"new": 64, "cached": 0, "median_s": -1}] * 4), "prefill.0.median_s"),
+        # Less than a clock can tell, and the fit would divide by its square.
+        (probe(prefill=[{"new": 64, "cached": 0, "median_s": 1e-300}] * 4), "prefill.0.median_s"),
         (json.dumps(probe()).replace("0.001", "NaN"), "NaN is not a number JSON has"),
         (probe(copies=probe()["copies"][:1]), "copies: .*at least 2"),
     ],
@@ -150,6 +152,12 @@ def test_a_probe_without_copies_to_the_device_of_two_sizes_is_refused(look, writ
     one = [row for row in probe()["copies"] if row["direction"] == "d2h" or row["bytes"] == 2**20]
     with pytest.raises(InputError, match="fewer than two sizes"):
         look("big-8b", write(probe(copies=one)))
+
+
+def test_a_probe_with_prefill_of_too_few_sizes_is_refused(look, write):
+    same = probe()["prefill"][:3] + [probe()["prefill"][0]] * 9
+    with pytest.raises(InputError, match=r"probe\.json has prefill of fewer than 4 sizes"):
+        look("big-8b", write(probe(prefill=same)))
 
 
 def test_a_missing_probe_file_is_named(tmp_path):

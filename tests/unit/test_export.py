@@ -124,6 +124,20 @@ def test_parquet_holds_every_measured_row_with_its_types(run: Path, tmp_path: Pa
     assert str(table.schema.field("computed").type) == "int64"
 
 
+def test_parquet_columns_without_a_value_have_their_type_so_that_runs_can_be_read_as_one(
+    run: Path, tmp_path: Path
+) -> None:
+    import pyarrow.parquet
+
+    (path,) = export(run, "parquet", tmp_path / "rows.parquet")
+    schema = pyarrow.parquet.read_schema(path)
+    assert schema.names == list(COLUMNS)
+    assert [str(schema.field(name).type) for name in ("error", "cached_tokens")] == [
+        "string",
+        "int64",
+    ]
+
+
 def test_an_interrupted_parquet_leaves_the_old_file(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -345,7 +345,12 @@ def native_run(rows: list[Row], **unknown: str) -> Reconciliation:
 
 
 def native_row(**changed: Any) -> Row:
-    common = {"session": "02-native", "config": "native", "stored_tokens": None}
+    common = {
+        "session": "02-native",
+        "config": "native",
+        "connector": "OffloadingConnector",
+        "stored_tokens": None,
+    }
     return tier_row(**{**common, **changed})
 
 
@@ -363,6 +368,33 @@ def test_another_connector_than_the_plans_is_an_error_naming_both() -> None:
     run.manifest["sessions"]["02-native"]["facts"]["connector"] = "SimpleCPUOffloadConnector"
     (message,) = [f.message for f in find(run) if f.code == "servers-unlike-plan"]
     assert "SimpleCPUOffloadConnector, asked OffloadingConnector" in message
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([tier_row(connector=None)], "connector None in the rows, asked LMCacheMPConnector"),
+        ([make_row(connector="LMCacheMPConnector")], "connector LMCacheMPConnector in the rows"),
+        ([make_row(chunk_tokens=256)], "chunk_tokens 256 in the rows, without a host tier"),
+    ],
+)
+def test_rows_of_another_server_than_the_plans_are_an_error(rows: list[Row], said: str) -> None:
+    messages = [f.message for f in find(run_of(rows)) if f.code == "servers-unlike-plan"]
+    assert len(messages) == 1
+    assert said in messages[0]
+
+
+def test_a_tier_nobody_predicts_that_did_nothing_all_session_is_an_error() -> None:
+    # A42: nothing was due by any prediction, so what came again and was found nowhere tells.
+    nowhere = {"host_loaded": 0, "computed": 520, "loaded_bytes": 0, "output_sha256": "bb"}
+    idle, hit = native_row(**nowhere), native_row(doc=1, output_sha256="cc")
+    assert codes(native_run([make_row(), idle], why_not="timing")) == ["tier-off"]
+    # Once it loads it works; what the GPU tier has, or comes for the first time, asks for nothing.
+    assert codes(native_run([make_row(), idle, hit], why_not="timing")) == []
+    in_gpu = native_row(**{**nowhere, "computed": 8, "gpu_hit": 512})
+    assert codes(native_run([make_row(), in_gpu], why_not="timing")) == []
+    first = native_row(**{**nowhere, "pass": "pass1-cold", "output_sha256": "aa"})
+    assert codes(native_run([make_row(output_sha256="aa"), first], why_not="timing")) == []
 
 
 def test_without_an_exact_prediction_the_sources_still_have_to_sum_to_the_prompt() -> None:

@@ -257,6 +257,12 @@ def test_a_cell_that_is_no_plain_number_is_unknown_and_never_zero(cell: str) -> 
     assert found.state.memory == GpuMemory(143_771 * MIB, None, MIB)
 
 
+@pytest.mark.parametrize("cell", ["[N/A]", "[Insufficient Permissions]", "N/A", "ERR!", ""])
+def test_a_driver_version_that_is_a_message_is_unknown(cell: str) -> None:
+    # A58
+    assert survey(NVML_GONE, smi(driver_version=f"{UUID_A}, {cell}\n")).driver is None
+
+
 @pytest.mark.parametrize(
     ("text", "rows"),
     [
@@ -477,6 +483,11 @@ def test_where_no_gpu_can_be_listed_nothing_is_known_and_nothing_refused() -> No
         (("--tensor-parallel-size=2", "-pp", "3"), 6),
         (("--tensor-parallel-size", "two"), 1),  # vLLM will say what is wrong
         (("--data-parallel-size", "2", "--seed", "3"), 2),
+        (("--tensor_parallel_size", "2"), 2),  # vLLM takes `_` for `-`
+        (("--tensor-parallel-size", "2", "-tp", "4"), 4),  # the last one counts
+        (("-pcp", "2", "-tp", "2"), 4),
+        (("-tp", "0"), 1),
+        (("-tp", "9" * 5000), 1),
     ],
 )
 def test_parallel_sizes_multiply(flags: tuple[str, ...], size: int) -> None:

@@ -83,7 +83,8 @@ def test_sources_in_the_file_are_kept(tmp_path: Path) -> None:
         ({"config": ""}, "line 2: config"),
         ({"doc_tokens": 1.5}, "line 2: doc_tokens"),
         ({"computed": 5}, "line 2: computed 5"),
-        ({"prompt_tokens": 9, "computed": 1, "gpu_hit": 2, "host_loaded": 3}, "sum to prompt"),
+        ({"prompt_tokens": 5012, "computed": 1, "gpu_hit": 2, "host_loaded": 3}, "sum to prompt"),
+        ({"prompt_tokens": 9}, "prompt_tokens 9 is less than doc_tokens 5011"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_and_nothing_is_written(
@@ -127,7 +128,7 @@ def test_documents_may_have_names(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         (
-            [{"session": "s"}, {"session": "s", "config": "lmcache"}],
+            [{"session": "s"}, {"session": "s", "doc": 1, "config": "lmcache"}],
             "line 2: session 's' is of arm",
         ),
         ([{}, {"doc": "zero"}], "line 2: doc is 'zero'; name all documents by numbers"),
@@ -136,6 +137,27 @@ def test_documents_may_have_names(tmp_path: Path) -> None:
         ([{"doc": -(10**30)}], "line 1: doc"),
         ([{"doc": 10**30}], "line 1: doc"),
         ([{"pass": "warmup"}], "a warm-up row"),
+        ([{"phase": "warmup"}], "a warm-up row"),
+        (
+            [{"session": "s"}, {"session": "s", "ttft_ms": 1.0}],
+            "line 2: document 0 comes twice in 'pass2-replay' of session 's'",
+        ),
+        ([{"session": "s"}, {"doc": 1}], "line 2: session is None here and 's' in the first row"),
+        ([{}, {"session": "s"}], "line 2: session is 's' here and None in the first row"),
+        (
+            [{"session": "s", "order": 1}, {"session": "t", "doc": 1}],
+            "line 2: order is None here and 1 in the first row",
+        ),
+        (
+            [{"session": "s", "order": 1}, {"session": "s", "order": 2, "doc": 1}],
+            "order of session 's' is 2 here and 1 before",
+        ),
+        ([{"error": "boom"}], "line 1: an error beside a complete answer: 'boom'"),
+        ([{"pass": "a\x00b"}], "line 1: pass: .*printable"),
+        ([{"config": "\x1b[31m"}], "line 1: config: .*printable"),
+        ([{"doc": "\u202etxt"}], "line 1: doc"),
+        ([{"session": " "}], "line 1: session: .*not blank"),
+        ([{"error": "\ud800", "complete": False}], "line 1: not valid JSON: .*surrogates"),
     ],
 )
 def test_rows_that_would_be_merged_or_are_impossible_are_refused_and_nothing_is_written(
@@ -151,6 +173,14 @@ def test_a_row_without_a_ttft_is_a_failed_request(tmp_path: Path) -> None:
     summary = summary_of(import_rows(source, tmp_path / "results"))
     cell = summary["passes"]["pass2-replay"]["arms"]["baseline"]
     assert (cell["n"], cell["failed"]) == (1, 1)
+
+
+def test_a_long_error_is_cut_and_the_copied_file_has_it_whole(tmp_path: Path) -> None:
+    lost = {"doc": 1, "ttft_ms": None, "total_ms": None, "error": "E" * 100_000}
+    folder = import_rows(write(tmp_path / "t.jsonl", {}, lost), tmp_path / "results")
+    entries = json.loads((folder / "reconcile.json").read_text(encoding="utf-8"))["requests"]
+    assert entries[1]["error"] == "E" * 500 + "…"
+    assert lost["error"] in (folder / "ttft.jsonl").read_text(encoding="utf-8")
 
 
 def test_what_needs_a_plan_says_that_a_run_was_imported(tmp_path: Path) -> None:

@@ -197,8 +197,21 @@ def test_sources_that_do_not_follow_from_the_rows_own_counters_are_refused(tmp_p
     [
         ({"ttft_ms": None}, "complete is true beside an error, or without times"),
         ({"error": "boom"}, "complete is true beside an error"),
-        ({"output_tokens": None}, "without times, output tokens"),
+        ({"output_tokens": None}, "without times, finish_reason, output tokens"),
+        ({"output_tokens": 0}, "without times, finish_reason, output tokens"),
         ({"output_sha256": None}, "output digest"),
+        ({"output_sha256": ""}, "output digest"),
+        ({"finish_reason": None}, "without times, finish_reason"),
+        ({"first_byte_ms": 100.5}, "first_byte_ms 100.5 is more than ttft_ms 100.0"),
+        ({"config": "lmcache"}, "session '01-baseline' is not that of order 1, config 'lmcache'"),
+        ({"order": 3}, "session '01-baseline' is not that of order 3"),
+        ({"phase": "warmup"}, "phase is 'warmup' in pass 'pass1-cold'"),
+        ({"pass": "warmup"}, "phase is 'measure' in pass 'warmup'"),
+        ({"doc_tokens": 521}, "doc_tokens 521 is more than prompt_tokens 520"),
+        ({"cached_tokens": 9}, "cached_tokens is 9 beside 0 tokens from caches"),
+        ({"loaded_bytes": 0}, "loaded_bytes without a loaded_source"),
+        ({"chunk_tokens": 256, "chunk_bytes": 1}, "chunk_bytes 1 is no whole number of bytes"),
+        ({"chunk_tokens": None, "chunk_bytes": 1}, "chunk_bytes 1 is no whole number of bytes"),
         ({"complete": False}, "complete is false without an error"),
         ({"ttft_ms": 200.0}, "ttft_ms 200.0 is more than total_ms 110.0"),
         ({"unattributed": "not settled"}, "unattributed must say why exactly when"),
@@ -212,6 +225,31 @@ def test_a_row_that_contradicts_itself_is_refused(
     path = write_journal(tmp_path / "j.jsonl", make_record(**changed))
     with pytest.raises(InputError, match=problem):
         read_journal(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"connector": "LMCacheMPConnector"}, "connector is 'LMCacheMPConnector' after None"),
+        ({"chunk_tokens": 256}, "chunk_tokens 256, chunk_bytes None after None, None"),
+        ({"config": "lmcache"}, "session '01-baseline' is not that of order 1"),
+        ({"order": 2}, "seq 2, order 2 after seq 1, order 1"),
+    ],
+)
+def test_what_a_server_is_cannot_change_between_two_of_its_rows(
+    tmp_path: Path, changed: dict[str, object], problem: str
+) -> None:
+    path = write_journal(tmp_path / "j.jsonl", make_record(), make_record(doc=1, **changed))
+    with pytest.raises(InputError, match=f"line 2: {problem}"):
+        read_journal(path)
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    # It can be held in memory and written to no file: the report would end in the middle.
+    path = write_journal(tmp_path / "j.jsonl", failed(error="\ud800"))
+    with pytest.raises(InputError, match=r"line 1: not valid JSON: .*surrogates not allowed"):
+        read_journal(path)
+    assert load_json(b'"\\ud83d\\ude00 \\\\ud800"', where="x") == "\U0001f600 \\ud800"
 
 
 def test_counters_that_jump_between_two_rows_are_refused(tmp_path: Path) -> None:
@@ -255,6 +293,13 @@ def test_a_device_is_never_replaced_and_a_link_is_followed(tmp_path: Path) -> No
     write_atomically(tmp_path / "link", "text")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text() == "text"
+
+
+def test_a_link_to_itself_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "loop.html").symlink_to("loop.html")
+    for refused in (refuse_evidence, lambda path: write_atomically(path, "x")):
+        with pytest.raises((InputError, OSError), match=r"loop\.html"):
+            refused(tmp_path / "loop.html")
 
 
 def test_the_files_of_a_run_are_not_written_over(tmp_path: Path) -> None:

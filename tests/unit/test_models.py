@@ -172,6 +172,14 @@ def test_dummy_weights_of_a_config_without_vocabulary_are_refused(tmp_path):
         find("mine", tmp_path, "dummy")
 
 
+@pytest.mark.parametrize("name", ["/nowhere", "", "a/b/c", "../.."])
+def test_nobody_is_told_to_download_what_is_no_hub_id(name, tmp_path):
+    with pytest.raises(InputError) as caught:
+        find(name, tmp_path)
+    assert "hf download" not in str(caught.value.hint)
+    assert "Qwen/Qwen3-8B" in str(caught.value.hint)
+
+
 def test_token_ids_come_from_the_middle_of_the_vocabulary(tmp_path):
     model = find(QWEN, tmp_path)
     assert models.check_vocab(model, None) == (18_992, 132_944)  # 151,936 / 8, and less that

@@ -49,6 +49,10 @@ def test_two_gpus_share_weights_and_pool(tmp_path: Path) -> None:
         (("--gpu-memory-utilization", "0.5"), 0.5),
         (("--gpu-memory-utilization=0.4",), 0.4),
         (("--gpu-memory-utilization", "half"), 0.92),
+        (("--gpu_memory_utilization", "0.5"), 0.5),
+        (("--gpu-memory-utilization=0.4", "--gpu-memory-utilization=0.3"), 0.3),
+        (("--gpu-memory-utilization", "nan"), 0.92),
+        (("--gpu-memory-utilization", "0"), 0.92),
         (("--gpu-memory-utilization",), 0.92),
     ],
 )

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import InputError
-from harness.experiment import resolve
+from harness.errors import InputError, MachineError
+from harness.experiment import check_build, resolve
 from harness.plan import planned_keys
 from harness.plan_files import load_plan, parse_plan, preset_names
 from harness.session import predicted_rows
-from servers.arms import TIER_KINDS, Arm, TierKind
+from servers.arms import TIER_KINDS, Arm, Build, TierKind
 from tests.factory import PLAN_TOML, make_plan
 
 
@@ -177,7 +177,29 @@ def test_an_arm_of_the_plans_own_gets_its_environment_and_flags(tmp_path: Path) 
         ('[arms.m]\ntier = "native"\nconnector = { kv_connector = "X" }', "a tier and a connector"),
         ('[arms.m]\ntier = "native"\nprefix_caching = false', "host tier but no prefix caching"),
         ('[arms.m]\nflags = ["--port=1"]', "arms.m.flags has --port=1, which kvcliff sets itself"),
+        # vLLM's parser takes `_` for `-`, the beginning of a name, and keys of a JSON option.
+        ('[arms.m]\nflags = ["--max_model_len", "9"]', "reads it as --max-model-len"),
+        ('[arms.m]\nflags = ["--num-gpu-blocks-o=9"]', "reads it as --num-gpu-blocks-override"),
+        ('[arms.m]\nflags = ["--kv_transfer_config.kv_role", "x"]', "as --kv-transfer-config"),
+        ('[arms.m]\nflags = ["--a\\u0000"]', r"arms.m.flags has '--a.x00': .* no NUL"),
         ('[arms.m]\nenv = { TMPDIR = "/x" }', "arms.m.env has TMPDIR, which kvcliff sets itself"),
+        ('[arms.m]\nenv = { CUDA_DEVICE_ORDER = "FASTEST_FIRST" }', "env has CUDA_DEVICE_ORDER"),
+        ('[arms.m]\nenv = { A = "b\\u0000" }', r"arms.m.env.A is 'b.x00': .* no NUL"),
+        ('[arms.m]\nconnector = { kv_connector = "X" }', "connector.kv_role: .*kv_both.*got none"),
+        (
+            '[arms.m]\nconnector = { kv_connector = "X", kv_role = "all" }',
+            "connector.kv_role: vLLM needs one of kv_both, kv_consumer, kv_producer, got 'all'",
+        ),
+        (
+            '[arms.m]\nconnector = { kv_connector = "X", kv_role = "kv_both", on = 2026-01-01 }',
+            "arms.m.connector cannot be written as JSON, .*date",
+        ),
+        (
+            '[arms.m]\nconnector = { kv_connector = "X", kv_role = "kv_both", x = nan }',
+            "arms.m.connector cannot be written as JSON",
+        ),
+        ('[arms.m]\nflags = "--seed"', "arms.m.flags: Input should be a list, got '--seed'"),
+        ("[arms]\nm = 3", "arms.m: Input should be a table"),
         ('[arms.m]\nenv = { "A B" = "/x" }', "arms.m.env.A B.*pattern"),
         ("[arms.m]\nenv = { A = 1 }", "arms.m.env.A: .*string, got 1"),
         ('[arms.baseline]\ntier = "native"', "arms.baseline: baseline is fixed"),
@@ -187,6 +209,30 @@ def test_an_arm_of_the_plans_own_gets_its_environment_and_flags(tmp_path: Path) 
 def test_an_arm_that_cannot_work_says_why(section: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_plan(more=section)
+
+
+def test_options_that_are_not_kvcliffs_own_reach_vllm_in_any_spelling(tmp_path: Path) -> None:
+    flags = ["--attention_backend", "X", "--model-impl=auto", "-O3", "--max-logprobs=1"]
+    mine = arms_of("m", tmp_path, more=f"[arms.m]\nflags = {flags}")["m"]
+    assert mine.flags == tuple(flags)
+
+
+def test_a_plan_with_a_byte_order_mark_is_read() -> None:
+    assert parse_plan(b"\xef\xbb\xbf" + PLAN_TOML.encode(), where="p") == make_plan()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = " + "[" * 5000 + "]" * 5000, "p: TOML nested too deeply"),
+        ("x = " + "9" * 5000, "p: not valid TOML: .*4300 digits"),
+        (b"x = '\xff'", "p: not valid TOML: .*utf-8"),
+    ],
+)
+def test_toml_that_cannot_be_held_is_refused(text: str | bytes, message: str) -> None:
+    content = text if isinstance(text, bytes) else text.encode()
+    with pytest.raises(InputError, match=message):
+        parse_plan(content, where="p")
 
 
 @pytest.mark.parametrize("label", ["none", "m"])
@@ -219,3 +265,18 @@ def test_an_arm_that_is_not_modelled_has_predictions_that_say_why(
     by_arm = {arm: {row.is_exact for row in rows if arm in row.session} for arm in ("base", label)}
     assert by_arm == {"base": {True}, label: {False}}
     assert len(rows) == 4 * 5  # two documents twice and one warm-up, in four sessions
+
+
+@pytest.mark.parametrize(("asked", "installed"), [("gpu", "cpu"), ("cpu", "gpu")])
+def test_a_plan_for_the_other_engine_build_is_not_measured_on_this_one(
+    asked: str, installed: Build, tmp_path: Path
+) -> None:
+    plan = make_plan(build=f'build = "{asked}"', tier='tier = "lmcache-mp"')
+    resolved = resolve(plan, cache_dir=tmp_path).plan
+    with pytest.raises(MachineError, match=f"for the {asked} build, the {installed} build is ins"):
+        check_build(resolved, installed)
+    check_build(resolved, "gpu" if asked == "gpu" else "cpu")
+
+
+def test_the_scripted_server_needs_no_engine_build() -> None:
+    check_build(make_plan())

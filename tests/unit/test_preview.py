@@ -261,3 +261,21 @@ def test_the_shown_command_is_one_a_shell_takes(capsys, look):
 def test_dummy_weights_are_shown_to_mean_nothing(capsys, look):
     show_plan(look(more='[model]\nweights = "dummy"\n'))
     assert "outputs mean nothing" in capsys.readouterr().out
+
+
+def test_the_working_set_counts_longer_documents_and_questions_that_stay(look):
+    # 2 documents of 512 tokens, or of 512 and 520; walked twice, a growing prompt keeps one
+    # question of 8 tokens a document.
+    assert look()["tiers"]["baseline"]["working_set_tokens"] == 1024
+    longer = look(documents="documents = 2\ndocument_step_tokens = 8")
+    assert longer["tiers"]["baseline"]["working_set_tokens"] == 1032
+    growing = look(documents='documents = 2\nquestions = "appended"')
+    assert growing["tiers"]["baseline"]["working_set_tokens"] == 1024 + 2 * 8
+
+
+def test_no_duration_is_made_up_for_another_model_than_the_tiny_one_on_a_cpu(look):
+    cpu = {"build": 'build = "cpu"'}
+    assert look(**cpu)["estimate"].startswith("about ")
+    other = look(**cpu, more='[model]\npath = "Qwen/Qwen3-0.6B"', gib="gib = 4")
+    assert "not known" in other["estimate"]
+    assert "min" not in other["estimate"]

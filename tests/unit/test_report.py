@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from harness.chart_specs import PASS_COLOURS, PHASES, SOURCE_STYLE, arm_styles, log_ticks
+from harness import report
+from harness.chart_specs import (
+    PASS_COLOURS,
+    PHASES,
+    SOURCE_STYLE,
+    arm_styles,
+    log_ticks,
+    sources_spec,
+)
 from harness.charts import figures, thinned
 from harness.errors import InputError
 from harness.evidence import publish
@@ -29,6 +37,50 @@ def rendered(run: Path, change: Change) -> str:
     summary, reconciliation = read_published(run)
     change(summary, reconciliation)
     return render_html(summary, reconciliation)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "reconcile.json"])
+def test_a_published_file_with_a_field_taken_out_is_refused_by_name(run: Path, name: str) -> None:
+    content = json.loads((run / name).read_text(encoding="utf-8"))
+    del (content["sessions"] if name == "summary.json" else content["requests"])[0]["session"]
+    (run / name).write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(InputError, match=rf"{name} was changed: .*\.0\.session: Field required"):
+        read_published(run)
+
+
+def test_names_that_would_make_the_page_too_large_leave_fewer_marks(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary, reconciliation = read_published(run)
+    monkeypatch.setattr(report, "MOST_MARKS", 16)
+    whole = render_html(summary, reconciliation)
+    monkeypatch.setattr(report, "_MOST_BYTES", len(whole.encode()) - 1)
+    page = render_html(summary, reconciliation)
+    assert len(page.encode()) < len(whole.encode())
+    assert "4 of 8 drawn, every k-th" in page
+    monkeypatch.setattr(report, "_MOST_BYTES", 1_000)
+    with pytest.raises(InputError, match=r"the report would be .* MB, more than"):
+        render_html(summary, reconciliation)
+
+
+def test_more_documents_than_are_listed_are_not_called_absent(run: Path) -> None:
+    def change(summary: dict[str, Any], _: dict[str, Any]) -> None:
+        for content in summary["passes"].values():
+            content["paired_ratio"]["documents"] = None
+        summary["decision"]["evidence"]["n_documents"] = 3000
+
+    assert "the documents are more than 1,000" in rendered(run, change)
+
+
+def test_about_eight_requests_of_a_session_are_labelled_however_many_were_left_out() -> None:
+    seqs = list(range(1, 6001, 16))  # every 16th: none of them is a multiple of the step
+    bar = {"where": "p", "source": "computed", "kind": "measured", "tokens": 1, "signed": 1}
+    values = [{"seq": seq, **bar} for seq in seqs]
+    spec = sources_spec(values, seqs=seqs, legend=False)
+    labelled = spec["layer"][0]["encoding"]["x"]["axis"]["values"]
+    assert labelled[:2] == [1, 737]
+    assert set(labelled) <= set(seqs)
+    assert 7 <= len(labelled) <= 9
 
 
 def test_a_number_stands_in_the_page_as_shown_and_in_full(run: Path) -> None:

@@ -333,6 +333,7 @@ BAD_TEXTS = [
     (b'{"timestamp": 1, "input_length": 1, "hash_ids": [1,]}\n', r"t: not JSON"),
     (b'{"timestamp": 1, "input_length": 1, "hash_ids": [1], "x": "\xff"}\n', r"t: not UTF-8"),
     (b"\x1f\x8b\x08garbage", r"t: damaged compressed file"),
+    (b"PK\x03\x04 a compiled trace, piped", r"t: a zip: a compiled trace is read from its own file"),
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from harness.evidence import publish
 from harness.importing import import_rows
 from harness.runfolder import RunFolder
 from harness.watch import View, Watcher, watch
+from tests.factory import PLAN_TOML
 from tests.folder import write_run
 
 
@@ -43,6 +44,13 @@ def test_a_session_measured_again_replaces_its_rows(run: Path) -> None:
     assert watcher.look().sessions[1] == ("02-lmcache", 0, 5)
     path.write_bytes(lines[0])
     assert watcher.look().sessions[1] == ("02-lmcache", 1, 5)
+
+
+def test_session_100_comes_after_session_99(tmp_path: Path) -> None:
+    order = ", ".join(['"baseline", "lmcache"'] * 50)
+    toml = PLAN_TOML.replace('"baseline", "lmcache", "lmcache", "baseline"', order)
+    view = Watcher(write_run(tmp_path, toml=toml)).look()
+    assert [s["session"] for s in view.summary["sessions"]][-2:] == ["99-baseline", "100-lmcache"]
 
 
 def test_watching_ends_when_every_planned_request_has_a_row(run: Path) -> None:
