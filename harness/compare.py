@@ -23,6 +23,9 @@ def compare(runs: Sequence[Path]) -> dict[str, Any]:
     if len(runs) < 2:
         raise InputError(f"{len(runs)} run given; comparing needs two or more")
     summaries = [read_published(run)[0] for run in runs]
+    names = [summary["run"] for summary in summaries]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"{twice} is given twice; a run does not differ from itself")
     problems = [
         f"{path}: {summaries[0]['run']} has {before!r}, {later['run']} has {after!r}"
         for later in summaries[1:]
@@ -36,7 +39,7 @@ def compare(runs: Sequence[Path]) -> dict[str, Any]:
     first = summaries[0]
     return {
         "schema": COMPARE_SCHEMA,
-        "runs": [summary["run"] for summary in summaries],
+        "runs": names,
         "direction": "later / first of TTFT: above 1 the later run is slower",
         "passes": {
             name: {

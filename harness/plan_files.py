@@ -1,10 +1,11 @@
 """Plan files and presets: read, and checked."""
 
 import tomllib
+import typing
 from importlib import resources
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from harness.errors import InputError
 from harness.files import describe_invalid
@@ -51,7 +52,28 @@ def parse_plan(content: bytes, *, where: str) -> Plan:
     try:
         plan = Plan.model_validate(written)
     except ValidationError as error:
-        raise InputError(f"{where}: {describe_invalid(error)}") from None
+        message = f"{where}: {describe_invalid(error)}"
+        raise InputError(message, hint=_accepted(error)) from None
     for problem in impossible(plan):
         raise InputError(f"{where}: {problem}")
     return plan
+
+
+def _accepted(error: ValidationError) -> str | None:
+    """The fields there are where a plan has one that there is not; None for other problems."""
+    wrong = next((p["loc"] for p in error.errors() if p["type"] == "extra_forbidden"), None)
+    if wrong is None:
+        return None
+    section: type[BaseModel] = Plan
+    for name in wrong[:-1]:  # a label of [arms] is no field: its section is the table's
+        if field := section.model_fields.get(str(name)):
+            section = _section_in(field.annotation) or section
+    names = [field.alias or name for name, field in section.model_fields.items()]
+    return f"fields here: {', '.join(names)}"
+
+
+def _section_in(annotation: object) -> type[BaseModel] | None:
+    """The section a field's type names: itself, or in an optional one or a table of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_in, typing.get_args(annotation))), None)

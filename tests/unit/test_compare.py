@@ -90,3 +90,9 @@ def test_an_arm_that_is_absent_in_one_run_has_no_change(tmp_path: Path) -> None:
 def test_one_run_is_nothing_to_compare(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="two or more"):
         compare([published(tmp_path, "a")])
+
+
+def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
+    run = published(tmp_path, "a")
+    with pytest.raises(InputError, match="a is given twice"):
+        compare([run, run])

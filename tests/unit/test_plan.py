@@ -280,3 +280,19 @@ def test_a_plan_for_the_other_engine_build_is_not_measured_on_this_one(
 
 def test_the_scripted_server_needs_no_engine_build() -> None:
     check_build(make_plan())
+
+
+@pytest.mark.parametrize(
+    ("more", "fields"),
+    [
+        ("wrkload = 1", "schema, name, order, model, workload"),
+        ("[control]\nnum_gpu_blocks = 99\nblocks = 1", "fields here: num_gpu_blocks, documents"),
+        ('[arms.m]\ntier = "native"\nflag = 1', "tier, prefix_caching, env, flags, connector"),
+        ("[decision]\npas = 1", "pass, min_ratio"),
+    ],
+)
+def test_a_misspelt_field_is_answered_with_the_ones_there_are(more: str, fields: str) -> None:
+    text = f"{more}\n{PLAN_TOML}" if more.startswith("wrkload") else f"{PLAN_TOML}\n{more}"
+    with pytest.raises(InputError, match="not permitted") as caught:
+        parse_plan(text.encode(), where="p")
+    assert fields in str(caught.value.hint)
