@@ -57,6 +57,9 @@ _MAY_REPEAT = {
 _PLAN_HELP = f"Preset ({', '.join(preset_names())}) or path of a plan.toml."
 
 PlanName = Annotated[str, typer.Argument(help=_PLAN_HELP)]
+PlanOrDemo = Annotated[
+    str | None, typer.Argument(help=f"{_PLAN_HELP}  [default: demo]", show_default=False)
+]
 RunPath = Annotated[Path, typer.Argument(help="Run folder, e.g. results/<UTC>-<plan id>.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 DummyWeights = Annotated[
@@ -90,9 +93,7 @@ def options(
 
 @app.command()
 def run(
-    plan: Annotated[
-        str | None, typer.Argument(help=f"{_PLAN_HELP}  [default: demo]", show_default=False)
-    ] = None,
+    plan: PlanOrDemo = None,
     results: Annotated[
         Path | None,
         typer.Option(
@@ -170,7 +171,7 @@ def _resumed(path: Path, cache_dir: Path) -> tuple[RunFolder, Experiment]:
 
 @app.command()
 def plan(
-    plan: PlanName = "demo",
+    plan: PlanOrDemo = None,
     as_json: Json = False,
     deployment: Annotated[
         Path | None,
@@ -185,6 +186,11 @@ def plan(
     dummy_weights: DummyWeights = False,
 ) -> None:
     """Predict a plan's outcome; starts nothing."""
+    if deployment and (plan or probe or dummy_weights):
+        raise InputError(
+            "--deployment is a question of its own",
+            hint="leave out PLAN, --probe and --dummy-weights",
+        )
     if deployment:
         described = describe(read_deployment(deployment))
         if as_json:
@@ -192,7 +198,7 @@ def plan(
         else:
             console.show_text(described["paragraph"])
         return
-    experiment = _resolved(plan, _cache_dir(), dummy_weights=dummy_weights)
+    experiment = _resolved(plan or "demo", _cache_dir(), dummy_weights=dummy_weights)
     content = preview(experiment, probe=probe)
     if as_json:
         console.show_json(content)

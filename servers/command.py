@@ -33,7 +33,6 @@ _VLLM_MODULE: Final = "vllm.entrypoints.launchers.api_server.entry"
 # HTTP server that carries /metrics, /status and /config (LMCache 0.5.6).
 _LMCACHE_MODULE: Final = "lmcache.cli.main"
 
-CONNECTOR: Final = CONNECTORS["lmcache-mp"]
 # One request at a time is measured; the rest is head-room. On CUDA it also keeps the graph captures
 # few, which shortens the start.
 _MAX_NUM_SEQS: Final = 4
@@ -265,7 +264,7 @@ def _connector_config(ports: Ports, transfer: Transfer) -> str:
         "lmcache.mp.mp_transfer_mode": transfer,
     }
     config = {
-        "kv_connector": CONNECTOR,
+        "kv_connector": CONNECTORS["lmcache-mp"],
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }

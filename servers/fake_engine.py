@@ -54,7 +54,8 @@ class FakeEngine:
         self.script = script
         self.ledger: list[dict[str, Any]] = []
         self._lock = threading.Lock()
-        self._predictor = self._fresh_predictor()
+        drop_stores = bool(script.always().get("drop_stores"))
+        self._predictor = Predictor(spec.tiers(drop_stores=drop_stores))
         self._open_store = (0, 0.0)  # chunks, and until when
         self._created = time.time()
         self._arrived = 0
@@ -85,8 +86,6 @@ class FakeEngine:
     ) -> Prediction:
         """Take ``prompt`` through the tiers and count it, as vLLM does by its first token."""
         with self._lock:
-            if not self.spec.prefix_caching:
-                self._predictor = self._fresh_predictor()  # nothing of any request is kept
             served = self._predictor.request(prompt, len(ids), output_ids=ids)
             served = fake_tiers.as_tier_counts(self.spec, served)
             self._running += 1
@@ -238,10 +237,6 @@ class FakeEngine:
         """(used, total) bytes of the host tier."""
         unit = align_up(self.spec.chunk_bytes)
         return self._predictor.resident_chunks * unit, self.spec.total_host_bytes()
-
-    def _fresh_predictor(self) -> Predictor:
-        drop_stores = bool(self.script.always().get("drop_stores"))
-        return Predictor(self.spec.tiers(drop_stores=drop_stores))
 
     def _offload_gauges(self) -> Iterator[fake_tiers.Sample]:
         """Exported from the first step on; while a request runs, as if it were being stored."""

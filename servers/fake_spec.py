@@ -53,6 +53,7 @@ class FakeSpec:
             num_gpu_blocks=self.num_gpu_blocks,
             max_num_batched_tokens=UNLIMITED_TOKENS,
             engine=self.version,
+            prefix_caching=self.prefix_caching,
         )
         if self.kind is None or (drop_stores and self.kind in ("native", "simple")):
             return gpu_only

@@ -15,13 +15,14 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from servers.arms import CONNECTORS, Arm, HostTier, ServerSpec
-from servers.command import CONNECTOR, is_local
+from servers.command import is_local
 from servers.errors import LaunchError
 from servers.launch import Running
 from sim.geometry import KvGeometry, host_bytes
 from sim.tiers import align_up
 
 _TIMEOUT_S: Final = 10.0
+_MP: Final = CONNECTORS["lmcache-mp"]
 _CACHE_INFO: Final = "vllm:cache_config_info"
 _SIMPLE_INFO: Final = "vllm:simple_kv_offload_info"
 _INFOS: Final = (_CACHE_INFO, _SIMPLE_INFO)
@@ -176,14 +177,14 @@ def _offload_facts(
 def _connector(log: str) -> str | None:
     """The connector class vLLM's log shows, None when it created none."""
     if _UPSTREAM.search(log):
-        return f"{CONNECTOR}Upstream"
+        return f"{_MP}Upstream"
     match = _CREATED.search(log)
     if match is None:
         return None
     name = match[1]
     if name == CONNECTORS["lmcache"] and _VLLMS_COPY in log:
         return f"{name} of vLLM's own copy"
-    return name if name != CONNECTOR or _EXTERNAL in log else f"{name} of unknown origin"
+    return name if name != _MP or _EXTERNAL in log else f"{name} of unknown origin"
 
 
 def _in_process_facts(client: httpx.Client, lmcache_url: str) -> dict[str, Any]:

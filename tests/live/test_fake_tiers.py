@@ -390,11 +390,23 @@ def test_a_command_line_that_contradicts_itself_is_refused(
 
 
 def test_the_command_line_starts_the_server_it_describes(fake_process: Any) -> None:
-    words = (
-        "--model-name m --host-kind native --host-chunks 40 --chunk-tokens 32 --no-prefix-caching"
-    )
-    fake = fake_process(*words.split(), "--kv-offloading-size", "0.5")
+    # Two servers: a host tier without vLLM's prefix cache is no server a plan can ask for.
+    native = [
+        "--model-name",
+        "m",
+        "--host-kind",
+        "native",
+        "--host-chunks",
+        "40",
+        "--chunk-tokens",
+        "32",
+    ]
+    fake = fake_process(*native, "--kv-offloading-size", "0.5")
     page = httpx.get(f"{fake.url}/metrics", trust_env=False).text
-    assert 'enable_prefix_caching="False",engine="0",kv_offloading_size="0.5"' in page
+    assert 'enable_prefix_caching="True",engine="0",kv_offloading_size="0.5"' in page
     assert "\nvllm:kv_offload_total_bytes_total{" in page
     assert fake.lmcache_url == "None"
+    bare = fake_process("--model-name", "m", "--no-prefix-caching")
+    page = httpx.get(f"{bare.url}/metrics", trust_env=False).text
+    assert 'enable_prefix_caching="False",engine="0",kv_offloading_size="None"' in page
+    assert "vllm:kv_offload" not in page

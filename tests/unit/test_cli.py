@@ -38,6 +38,8 @@ def kvcliff(*words: str) -> int:
         (["run", "--resume", "nowhere"], "nowhere is not a run folder"),
         (["run", "demo", "--resume", "nowhere"], "--resume goes on with its run's own plan"),
         (["run", "--results", "r", "--resume", "nowhere"], "leave out PLAN and --results"),
+        (["plan", "demo", "--deployment", "d.toml"], "leave out PLAN, --probe and --dummy-weights"),
+        (["plan", "--deployment", "d.toml", "--probe", "p"], "is a question of its own"),
     ],
 )
 def test_wrong_usage_exits_2_with_a_message_and_no_traceback(
