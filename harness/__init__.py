@@ -1,1 +1,1 @@
-"""What did happen: plan, sessions, journals, reconciliation and the terminal report."""
+"""What did happen: plans, sessions, journals, verdicts and reports. One folder a wing; see ARCHITECTURE.md."""

@@ -14,26 +14,32 @@ from typing import Annotated, Any
 import typer
 
 from harness import console
-from harness.deployment import describe, read_deployment
-from harness.doctor import check_machine
 from harness.errors import InputError, KvcliffError, MachineError
-from harness.evidence import publish
-from harness.experiment import Experiment, check_build, resolve
-from harness.export import FORMS
-from harness.export import export as export_rows
 from harness.files import refuse_evidence, refuse_missing_folder, write_json
-from harness.findings import has_failed
-from harness.importing import import_rows
-from harness.latency_check import check_folder
-from harness.leftovers import deal_with_leftovers, one_at_a_time
-from harness.plan_files import load_plan, preset_names, read_plan
-from harness.predict_requests import is_refused, predict_file
-from harness.preview import preview
-from harness.room import check_room
-from harness.runfolder import PLAN_FILE, RunFolder
-from harness.session import create_run, run_sessions, write_ttft
+from harness.forecast.deployment import describe
+from harness.forecast.deployment_file import read_deployment
+from harness.forecast.preview import preview
+from harness.forecast.requests import is_refused, predict_file
+from harness.forecast.tables import show_plan
+from harness.machine.doctor import check_machine
+from harness.machine.leftovers import deal_with_leftovers, one_at_a_time
+from harness.machine.room import check_room
+from harness.machine.tables import show_checks
+from harness.measure.create import create_run
+from harness.measure.progress import RunProgress
+from harness.measure.session import run_sessions, write_ttft
+from harness.plan.experiment import Experiment, check_build, resolve
+from harness.plan.files import load_plan, preset_names, read_plan
+from harness.record.folder import PLAN_FILE, RunFolder
+from harness.report.export import FORMS
+from harness.report.export import export as export_rows
+from harness.report.tables import Watching, show_comparison, show_findings, show_latency, show_run
+from harness.report.watch import watch as watch_run
 from harness.traces.cli import add_to as add_trace_commands
-from harness.watch import watch as watch_run
+from harness.verdict.findings import has_failed
+from harness.verdict.importing import import_rows
+from harness.verdict.latency import check_folder
+from harness.verdict.publish import publish
 from servers.errors import ServerError
 
 app = typer.Typer(
@@ -148,7 +154,7 @@ def _resolved(name: str, cache_dir: Path, *, dummy_weights: bool) -> Experiment:
 def _measure(experiment: Experiment, folder: RunFolder, cache_dir: Path) -> None:
     console.say(f"run folder: {folder.path}")
     try:
-        with folder.lock(), console.RunProgress(experiment) as progress:
+        with folder.lock(), RunProgress(experiment) as progress:
             run_sessions(experiment, folder, cache_dir=cache_dir, progress=progress)
     except KeyboardInterrupt:
         console.say(f"interrupted; go on with: kvcliff run --resume {folder.path}")
@@ -203,7 +209,7 @@ def plan(
     if as_json:
         console.show_json(content)
     else:
-        console.show_plan(content)
+        show_plan(content)
 
 
 @app.command()
@@ -234,7 +240,7 @@ def reconcile_command(run: RunPath, as_json: Json = False) -> None:
         console.say(
             f"{content['requests_reconciled']} of {content['requests_planned']} requests reconciled"
         )
-    console.show_findings(evidence.findings)
+    show_findings(evidence.findings)
     raise typer.Exit(1 if has_failed(evidence.findings) else 0)
 
 
@@ -258,7 +264,7 @@ def report(
     ] = False,
 ) -> None:
     """Write the report of a run as one HTML file."""
-    from harness.report import write_report  # here: charts take a second to import
+    from harness.report.html import write_report  # here: charts take a second to import
 
     if out is not None:
         refuse_missing_folder(out)
@@ -280,7 +286,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Say what changed between runs; refuses what must not be compared."""
-    from harness.compare import compare as compare_runs
+    from harness.report.compare import compare as compare_runs
 
     for run in runs:
         if (run / PLAN_FILE).exists():  # summaries are made anew: journals are the only truth
@@ -289,7 +295,7 @@ def compare(
     if as_json:
         console.show_json(content)
     else:
-        console.show_comparison(content)
+        show_comparison(content)
 
 
 @app.command()
@@ -317,7 +323,7 @@ def import_command(
 @app.command()
 def watch(run: RunPath) -> None:
     """Follow a running experiment."""
-    with console.Watching() as watching:
+    with Watching() as watching:
         watch_run(run, watching.show)
 
 
@@ -328,7 +334,7 @@ def latency(run: RunPath, as_json: Json = False) -> None:
     if as_json:
         console.show_json(content)
     else:
-        console.show_latency(content)
+        show_latency(content)
 
 
 @app.command()
@@ -344,7 +350,7 @@ def doctor(
     if as_json:
         console.show_json({"schema": 1, "checks": checks})
     else:
-        console.show_checks(checks)
+        show_checks(checks)
     raise typer.Exit(3 if any(check["status"] == "error" for check in checks) else 0)
 
 
@@ -354,8 +360,8 @@ def _report(folder: RunFolder, *, as_json: bool) -> bool:
     if as_json:
         console.show_json(evidence.summary)
     else:
-        console.show_run(evidence.summary, evidence.reconciliation)
-    console.show_findings(evidence.findings)
+        show_run(evidence.summary, evidence.reconciliation)
+    show_findings(evidence.findings)
     return has_failed(evidence.findings)
 
 

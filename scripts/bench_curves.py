@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.traces.commands import Replay, run_curve, run_surface
+from harness.traces.curves import Replay, run_curve, run_surface
 from harness.traces.load import TraceOptions, load
 from harness.traces.plots import cliff, heat_map, save
 from sim.curves import compiled

@@ -32,7 +32,7 @@ from sim.curves.surface import surface
 from sim.curves.synthetic import random_trace, trace_of
 from sim.curves.trace import Trace
 from sim.curves.tree import PrefixTree, build_tree
-from sim.tiers import HostChunks
+from sim.tiers.spec import HostChunks
 
 ENGINES = ("plain", "numba")
 
@@ -276,7 +276,7 @@ def against_lmcache_simulator(wanted: int) -> Count:
 
 
 def watermark_band(wanted: int) -> Count:
-    """The MP server's band against ``sim.tiers.HostChunks`` (itself equal to LMCache's classes).
+    """The MP server's band against ``sim.tiers.spec.HostChunks`` (itself equal to LMCache's classes).
 
     Every request is small against the room above the watermark, as the band asks for.
     """
@@ -354,7 +354,7 @@ CHECKS: dict[str, tuple[Callable[[int], Count], int]] = {
     "curve = LMCache LRUEvictionPolicy": (against_lmcache_policy, 3_000),
     "forward curve = LMCache simulate()": (against_lmcache_simulator, 3_000),
     "partial-tail band holds vLLM BlockPool": (partial_tails_against_block_pool, 3_000),
-    "watermark band holds sim.tiers.HostChunks": (watermark_band, 1_000),
+    "watermark band holds sim.tiers.spec.HostChunks": (watermark_band, 1_000),
     "in-process band holds its replay": (in_process_band, 3_000),
 }
 

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.plan_files import read_plan
-from harness.reconcile import SOURCES
-from harness.runfolder import PLAN_FILE
+from harness.plan.files import read_plan
+from harness.record.folder import PLAN_FILE
+from harness.verdict.reconcile import SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = ROOT / "harness" / "presets" / "matrix"

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import sim.host_mp
 import sim.predict
-import sim.tiers
-from harness.experiment import Experiment, resolve
+import sim.tiers.lmcache_mp
+import sim.tiers.spec
 from harness.files import write_json
-from harness.plan_files import read_plan
-from harness.reconcile import Reconciled, join
-from harness.runfolder import PLAN_FILE, RunFolder
-from harness.session import predicted_rows
-from sim.host import HostRequest, HostShare, lmcache_load
-from sim.tiers import GpuPool, HostChunks
+from harness.measure.create import predicted_rows
+from harness.plan.experiment import Experiment, resolve
+from harness.plan.files import read_plan
+from harness.record.folder import PLAN_FILE, RunFolder
+from harness.verdict.reconcile import Reconciled, join
+from sim.tiers.host import HostRequest, HostShare, lmcache_load
+from sim.tiers.spec import GpuPool, HostChunks
 
 ROOT = Path(__file__).resolve().parent.parent
 MATRIX = ROOT / "results" / "matrix"
@@ -114,17 +114,17 @@ def _replaced(replaced: Iterable[tuple[Any, str, object]]) -> Iterator[None]:
 
 
 MUTATIONS = (
-    Mutation("append-all freeing", ((sim.tiers, "GpuPool", AppendAllFreeing),)),
-    Mutation("no null block", ((sim.tiers, "GpuPool", NoNullBlock),)),
+    Mutation("append-all freeing", ((sim.tiers.spec, "GpuPool", AppendAllFreeing),)),
+    Mutation("no null block", ((sim.tiers.spec, "GpuPool", NoNullBlock),)),
     Mutation(
         "no last-token rule",
         (
             (sim.predict, "reusable_blocks", every_full_block),
-            (sim.host_mp, "lmcache_load", load_with_last_token),
+            (sim.tiers.lmcache_mp, "lmcache_load", load_with_last_token),
         ),
     ),
-    Mutation("host touched by retrieve only", ((sim.tiers, "HostChunks", TouchedByRetrieve),)),
-    Mutation("one watermark tick too few", ((sim.tiers, "HostChunks", OneTickTooFew),)),
+    Mutation("host touched by retrieve only", ((sim.tiers.spec, "HostChunks", TouchedByRetrieve),)),
+    Mutation("one watermark tick too few", ((sim.tiers.spec, "HostChunks", OneTickTooFew),)),
 )
 
 

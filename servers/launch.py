@@ -20,14 +20,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-from servers import gpu_memory, processes
+from servers import processes
 from servers.arms import Arm
 from servers.child import Child, ServerLog, hint_for, record_tree, trouble
-from servers.command import HOST, Command, Ports, render
+from servers.command import Command, render
 from servers.errors import LaunchError, ServerDied
-from servers.gpu_devices import devices_of
+from servers.gpu import memory as gpu_memory
+from servers.gpu.devices import devices_of
 from servers.memory import check_host_memory, choose_transfer
-from servers.ports import accepts, check_ports_free, free_ports, used
+from servers.ports import HOST, Ports, accepts, check_ports_free, free_ports, used
 from servers.processes import Ledger
 from servers.ready import await_ready
 

@@ -2,11 +2,26 @@
 
 import random
 import socket
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from servers.arms import TierKind
-from servers.command import HOST, Ports
 from servers.errors import LaunchError
+
+HOST: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """TCP ports on 127.0.0.1, all different; the last two are None without LMCache.
+
+    LMCache in vLLM's process has ``lmcache_http`` alone.
+    """
+
+    vllm: int
+    lmcache: int | None = None
+    lmcache_http: int | None = None
 
 
 def free_ports(tier: TierKind | None = None) -> Ports:
@@ -71,3 +86,17 @@ def accepts(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((HOST, port)) == 0
+
+
+def _connector_port(ports: Ports) -> int:
+    return _given(ports.lmcache, ports)
+
+
+def _http_port(ports: Ports) -> int:
+    return _given(ports.lmcache_http, ports)
+
+
+def _given(port: int | None, ports: Ports) -> int:
+    if port is None:
+        raise ValueError(f"the arm has a host tier but {ports} has no ports for it")
+    return port

@@ -19,7 +19,7 @@ from servers.command import is_local
 from servers.errors import LaunchError
 from servers.launch import Running
 from sim.geometry import KvGeometry, host_bytes
-from sim.tiers import align_up
+from sim.tiers.spec import align_up
 
 _TIMEOUT_S: Final = 10.0
 _MP: Final = CONNECTORS["lmcache-mp"]

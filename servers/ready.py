@@ -9,8 +9,8 @@ import httpx
 import psutil
 
 from servers.child import Child, hint_for, record_tree, tree, trouble
-from servers.command import HOST, Ports
 from servers.errors import LaunchError
+from servers.ports import HOST, Ports
 from servers.processes import Ledger
 
 _POLL_S: Final = 0.1

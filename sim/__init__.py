@@ -1,1 +1,1 @@
-"""What should happen: workloads, cache models and predictions (standard library only)."""
+"""What should happen: the simulator of both tiers, KV geometry, latency and curves."""

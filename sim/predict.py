@@ -1,16 +1,16 @@
 """What each request's KV will come from, to the token, before any server runs.
 
 Exact for full-attention text models served one request at a time with quiescence in between and
-token-id prompts; what is not exact is refused with a reason. The rules are those of ``sim.tiers``
+token-id prompts; what is not exact is refused with a reason. The rules are those of ``sim.tiers.spec``
 and vLLM's scheduler (``vllm/v1/core/sched/scheduler.py``).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sim.host import HostRequest, HostShare
 from sim.split import TokenSplit
-from sim.tiers import NotPredictable, PrefixKeys, TierSpec, open_gpu, open_host
+from sim.tiers.host import HostRequest, HostShare
+from sim.tiers.spec import NotPredictable, PrefixKeys, TierSpec, open_gpu, open_host
 from sim.workload import Request
 
 __all__ = ["NotPredictable", "Prediction", "Predictor", "TierSpec", "predict"]

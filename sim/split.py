@@ -25,3 +25,19 @@ class TokenSplit:
             raise ValueError(
                 f"token sources sum to {total}, the prompt has {self.prompt_tokens} tokens: {self}"
             )
+
+
+SOURCE_CLASSES = ("recomputed", "gpu+recomputed", "gpu+host", "host", "gpu")
+
+
+def class_of(computed: int, gpu_hit: int, host_loaded: int, *, question: int, block: int) -> str:
+    """Where a document's KV came from; one of ``SOURCE_CLASSES``. All in tokens.
+
+    A GPU hit ends at a block boundary, so a whole document found in the GPU tier leaves at most
+    the question and one block to compute; a partial hit leaves or loads more.
+    """
+    if gpu_hit == 0:
+        return "host" if host_loaded else "recomputed"
+    if host_loaded:
+        return "gpu+host"
+    return "gpu" if computed <= question + block else "gpu+recomputed"

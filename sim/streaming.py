@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from sim.predict import Predictor, TierSpec
-from sim.prefix_keys import PrefixKeys
+from sim.tiers.prefix_keys import PrefixKeys
 
 _KEY_BYTES = 16  # 128 bits: among 10**12 blocks two equal keys by chance are a 10**-15 event
 _FIRST_SEGMENT_ID = 2**32  # beyond every id a model has

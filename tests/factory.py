@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.journal import PredictedRow, Row
-from harness.plan import Plan
-from harness.plan_files import parse_plan
+from harness.plan.files import parse_plan
+from harness.plan.plan import Plan
+from harness.record.row import PredictedRow, Row
+from harness.verdict.reconcile import Reconciled, Reconciliation, join
 
 PLAN_TOML = """
 schema = 1
@@ -113,3 +114,69 @@ def write_journal(path: Path, *records: dict[str, Any]) -> Path:
     """A journal file of ``records`` as they are, valid or not."""
     path.write_bytes(b"".join(json.dumps(record).encode() + b"\n" for record in records))
     return path
+
+
+PLAN = make_plan(
+    order='order = ["baseline", "lmcache", "lmcache", "baseline", "control"]',
+    more="[control]\nnum_gpu_blocks = 99",
+)
+
+
+FACTS = {
+    "vllm_version": "0.32.0",
+    "lmcache_version": None,
+    "block_size": 32,
+    "num_gpu_blocks": 18,
+    "connector": None,
+}
+
+
+TIER_FACTS = {**FACTS, "lmcache_version": "0.5.6", "connector": "LMCacheMPConnector"}
+
+
+SERVERS: dict[str, dict[str, Any]] = {
+    "01-baseline": {"facts": FACTS},
+    "02-lmcache": {"facts": TIER_FACTS},
+    "05-control": {"facts": {**TIER_FACTS, "num_gpu_blocks": 99}},
+}
+
+
+def sound_rows() -> list[Row]:
+    return [
+        make_row(),
+        make_row(**{"pass": "pass2-replay"}, output_sha256="bb"),
+        tier_row(output_sha256="bb"),
+    ]
+
+
+def run_of(
+    rows: list[Row],
+    *,
+    predictions: list[PredictedRow] | None = None,
+    facts: dict[str, dict[str, Any]] | None = None,
+    notes: tuple[str, ...] = (),
+    planned: list[tuple[str, str, int]] | None = None,
+) -> Reconciliation:
+    expected = predictions or [make_prediction(row) for row in rows]
+    sessions = SERVERS if facts is None else {**SERVERS, **facts}
+    keys = [p.key for p in expected] if planned is None else planned
+    requests = joined(keys, rows, expected)
+    return Reconciliation("run", Path("results/run"), PLAN, {"sessions": sessions}, requests, notes)
+
+
+def tier_row(**changed: Any) -> Row:
+    """A row of session 02-lmcache: 512 tokens loaded from the host."""
+    common = {"session": "02-lmcache", "order": 2, "config": "lmcache", "pass": "pass2-replay"}
+    return make_row(
+        **{
+            **common, "computed": 8, "host_loaded": 512, "loaded_bytes": 512, "stored_tokens": 512,
+            **changed,
+        }
+    )  # fmt: skip
+
+
+def joined(
+    keys: list[tuple[str, str, int]], rows: list[Row], predictions: list[PredictedRow]
+) -> tuple[Reconciled, ...]:
+    place = {key: i for i, key in enumerate(keys)}
+    return tuple(join(keys, rows, predictions, place=place.get))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.plan import planned_keys
-from harness.plan_files import parse_plan
+from harness.plan.files import parse_plan
+from harness.plan.plan import planned_keys
 from tests.factory import PLAN_TOML, make_prediction, make_record, make_row
 
 Ttft = Callable[[int, str, str, int], float]

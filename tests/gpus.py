@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from servers.gpu_devices import Device
-from servers.gpu_facts import MIB, Gpu, GpuMemory, GpuState
+from servers.gpu.devices import Device
+from servers.gpu.facts import MIB, Gpu, GpuMemory, GpuState
 
 UUID_A = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 UUID_B = "GPU-8932aaaa-0000-1111-2222-333344445555"

@@ -1,1 +1,1 @@
-"""The commands over traces: what they read, compute with ``sim.curves``, draw and print."""
+"""Curves over traces, one file a command."""

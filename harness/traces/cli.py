@@ -11,6 +11,7 @@ import typer
 from harness import console
 from harness.errors import InputError
 from harness.files import refuse_evidence, refuse_missing_folder
+from harness.traces.tables import ReadProgress, show_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +71,7 @@ def compile_command(
     from harness.traces.load import compile_trace
 
     _check_files(trace, [output])
-    with console.ReadProgress() as reading:
+    with ReadProgress() as reading:
         content = compile_trace(
             trace, output, _options(block_tokens, full_blocks), progress=reading.told
         )
@@ -86,7 +87,7 @@ def describe(
     """Say what a trace holds."""
     from harness.traces.load import describe as describe_trace
 
-    with console.ReadProgress() as reading:
+    with ReadProgress() as reading:
         content = describe_trace(trace, _options(block_tokens, full_blocks), progress=reading.told)
     _show(content, as_json=as_json)
 
@@ -108,7 +109,7 @@ def convert(
     from harness.traces.load import convert_trace
 
     _check_files(trace, [output])
-    with console.ReadProgress() as reading:
+    with ReadProgress() as reading:
         content = convert_trace(
             trace,
             output,
@@ -166,7 +167,7 @@ def curve(
     as_json: AsJson = False,
 ) -> None:
     """Hits at every GPU capacity, exactly."""
-    from harness.traces.commands import Replay, read_measured, run_curve
+    from harness.traces.curves import Replay, read_measured, run_curve
     from harness.traces.plots import cliff
 
     _check_outputs(trace, plot, csv)
@@ -217,7 +218,7 @@ def surface(
     as_json: AsJson = False,
 ) -> None:
     """Token sources at every GPU x host capacity."""
-    from harness.traces.commands import Replay, run_surface
+    from harness.traces.curves import Replay, run_surface
     from harness.traces.plots import surface_chart
 
     _check_outputs(trace, plot, csv)
@@ -265,7 +266,7 @@ def _model(name: str | None) -> Path | None:
 def _load(trace: str, options: "TraceOptions", model: str | None, kv_dtype: str) -> "Loaded":
     from harness.traces.load import load
 
-    with console.ReadProgress() as reading:
+    with ReadProgress() as reading:
         return load(trace, options, model=_model(model), kv_dtype=kv_dtype, progress=reading.told)
 
 
@@ -314,4 +315,4 @@ def _show(content: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         console.show_json(content)
     else:
-        console.show_trace(content)
+        show_trace(content)

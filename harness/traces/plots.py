@@ -32,7 +32,7 @@ from harness.traces.axes import (
     sizes,
     tokens_axis,
 )
-from harness.traces.commands import CurveRun, SurfaceRun
+from harness.traces.curves import CurveRun, SurfaceRun
 from harness.traces.load import Loaded, writing
 from sim.curves.stack import Curve
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from harness.console import err, out, say, table_of
 from harness.traces.load import share_of, writing
 
 _MOST_PAIRS = 100
@@ -84,3 +87,60 @@ def _point_row(point: dict[str, Any]) -> dict[str, Any]:
 
 def _percent(share: float | None) -> str | None:
     return None if share is None else f"{share:.1%}"
+
+
+class ReadProgress:
+    """How far a trace has been read, with the time left; on a terminal only, gone when done."""
+
+    def __init__(self) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_terminal,
+        )
+        self._task = self._bars.add_task("reading", total=None)
+
+    def __enter__(self) -> "ReadProgress":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def told(self, done: int, total: int | None, name: str) -> None:
+        """``done`` of ``total`` bytes (None: not known) are read; ``name`` is the file now."""
+        self._bars.update(self._task, completed=done, total=total, description=f"reading {name}")
+
+
+def show_trace(content: dict[str, Any]) -> None:
+    """What a trace command found: what is known, points and targets as tables, assumptions last."""
+    lists = {name: rows for name, rows in content.items() if isinstance(rows, list)}
+    for name, value in content.items():
+        if name in ("schema", *lists) or value is None or isinstance(value, dict):
+            continue
+        label = f"{name[:-2]}, s" if name.endswith("_s") else name
+        out.print(f"{label.replace('_', ' ')}: {_plain(value)}", markup=False, soft_wrap=True)
+    for name in ("points", "targets"):
+        rows = lists.get(name)
+        if rows:
+            columns = [k for k, v in rows[0].items() if not isinstance(v, dict | list)]
+            table = table_of(name, *(column.replace("_", " ") for column in columns))
+            for row in rows:
+                table.add_row(*(_plain(row[column]) for column in columns))
+            out.print(table)
+    for text in lists.get("assumptions", []):
+        out.print(f"assumed: {text}", markup=False, soft_wrap=True)
+    for text in lists.get("warnings", []):
+        say(f"warning: {text}")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else "–" if value is None else str(value)

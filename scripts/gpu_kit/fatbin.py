@@ -4,7 +4,7 @@ nvcc puts a kernel's code for every GPU it was built for into one *container* in
 ``.nv_fatbin``; the loader takes the entry that suits the GPU. Here the entries of one GPU are moved
 to the front of their container and the rest is zeroed: no offset and no size changes, so the library
 still links as it did, and zeros compress to nothing. The layout is that of CUDA 13 (``cuobjdump``
-agrees, see ``tests/live/test_gpu_kit.py``).
+agrees, see ``tests/unit/scripts/test_gpu_kit.py``).
 """
 
 import struct

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from harness.errors import MachineError
-from harness.experiment import installed_build
-from harness.journal import read_journal
-from servers.gpu_devices import survey
+from harness.plan.experiment import installed_build
+from harness.record.journal import read_journal
+from servers.gpu.devices import survey
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 

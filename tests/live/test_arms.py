@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.journal import Row, read_journal
+from harness.record.journal import read_journal
+from harness.record.row import Row
 from servers.arms import NOT_ON_CPU, Arm, HostTier, ServerSpec, TierKind
 from servers.errors import LaunchError
 from servers.launch import launch

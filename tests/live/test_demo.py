@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.journal import Row, read_journal
+from harness.record.journal import read_journal
+from harness.record.row import Row
 from servers.processes import leftovers
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.export import vllm_bench
+from harness.report.export import vllm_bench
 from tests.factory import make_row
 
 pytestmark = pytest.mark.live

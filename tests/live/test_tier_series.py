@@ -22,7 +22,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from harness.counter_pages import (
+from harness.counters.pages import (
     NATIVE_SERIES,
     RESIDENT_IN_PROCESS,
     SIMPLE_SERIES,
@@ -30,14 +30,14 @@ from harness.counter_pages import (
     counts,
     parse,
 )
-from harness.settle import Scraper
-from harness.settle_tiers import OFFLOAD_GAUGES, offload_gauges
+from harness.counters.tiers.settle_tiers_old import OFFLOAD_GAUGES, offload_gauges
+from harness.measure.settle import Scraper
 from servers.arms import Arm, HostTier, ServerSpec
 from servers.child import ServerLog
-from servers.fake import FakeServer, FakeSpec
+from servers.fake.server import FakeServer, FakeSpec
 from servers.launch import Running
 from servers.probe import probe
-from sim.tiers import TierSpec, align_up
+from sim.tiers.spec import TierSpec, align_up
 from tests.live.differential import lmcache_inprocess, native_offload
 from tests.live.differential.engines import vllm_scheduling
 from tests.live.differential.schedulers import Engine

@@ -1,4 +1,4 @@
-"""``sim.tiers.HostChunks`` against the installed LMCache's own L1Manager and eviction loop.
+"""``sim.tiers.spec.HostChunks`` against the installed LMCache's own L1Manager and eviction loop.
 
 The store, its allocator, the LRU policy and the body of the eviction thread are LMCache's; this
 file plays the server around them: lookup, load, store, end of session, ticks until settled. A
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sim.tiers import HostChunks, PrefixKeys, align_up
+from sim.tiers.spec import HostChunks, PrefixKeys, align_up
 from tests.live.differential.claims import needs
 from tests.live.differential.engines import lmcache_storage, tick_until_settled
 

@@ -1,4 +1,4 @@
-"""``sim.host_inprocess`` and ``sim.host_mp`` against LMCache behind vLLM's scheduler.
+"""``sim.tiers.lmcache`` and ``sim.tiers.lmcache_mp`` against LMCache behind vLLM's scheduler.
 
 In-process: both halves of LMCacheConnectorV1 and the engine. MP: both halves of LMCacheMPConnector
 and a cache server over its real transport.
@@ -6,9 +6,9 @@ and a cache server over its real transport.
 
 import pytest
 
-import sim.tiers
+import sim.tiers.spec
 from scripts.mutations import MUTATIONS, Mutation
-from sim.host_inprocess import InProcessChunks
+from sim.tiers.lmcache import InProcessChunks
 from tests.live.differential.claims import (
     assert_part_agrees,
     needs,
@@ -40,7 +40,7 @@ def test_an_in_process_store_that_evicts_a_prompts_tail_first_is_caught(
                     self._chunks.move_to_end(key)
             return share
 
-    monkeypatch.setattr(sim.tiers, "InProcessChunks", TailFirst)
+    monkeypatch.setattr(sim.tiers.spec, "InProcessChunks", TailFirst)
     assert share_caught_by("lmcache", 15) >= 0.5
 
 

@@ -7,8 +7,8 @@ prints the smallest part of its workload that still fails; regressions.py keeps 
 import pytest
 
 import sim.predict
-import sim.tiers
-from sim.gpu_pool import GpuPool
+import sim.tiers.spec
+from sim.tiers.gpu_pool import GpuPool
 from tests.live.differential.claims import (
     NoNullBlock,
     assert_part_agrees,
@@ -73,7 +73,7 @@ def test_the_free_rule_of_older_vllm_is_caught() -> None:
 
 
 def test_a_pool_without_a_null_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim.tiers, "GpuPool", NoNullBlock)
+    monkeypatch.setattr(sim.tiers.spec, "GpuPool", NoNullBlock)
     assert share_caught_by("gpu", 20) == 1.0
 
 

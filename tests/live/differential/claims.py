@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sim.gpu_pool import GpuPool
-from sim.host_native import NativeChunks
+from sim.tiers.gpu_pool import GpuPool
+from sim.tiers.native import NativeChunks
 from tests.live.differential.compare import Tally, caught
 from tests.live.differential.engines import vllm_core, vllm_scheduling
 from tests.live.differential.parts import PARTS, seconds_in_tests

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sim.tiers import TierSpec
+from sim.tiers.spec import TierSpec
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 A failing comparison prints its workload minimised and in this form; it belongs here once mended.
 """
 
-from sim.tiers import TierSpec
+from sim.tiers.spec import TierSpec
 from tests.live.differential.workloads import Case, Step
 
 

@@ -1,0 +1,1 @@
+"""What the servers' pages say of one request."""

@@ -1,0 +1,1 @@
+"""Before a run: predicted splits, expected times, the cliff, described deployments."""

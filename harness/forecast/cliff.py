@@ -1,0 +1,144 @@
+"""Where a plan sits on its predicted curve: share of a replay recomputed, by GPU tier capacity."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from harness.plan.experiment import Experiment, arms_of
+from harness.plan.labels import BASELINE, CONTROL, compared
+from harness.plan.plan import Plan, documents_of
+from sim.geometry import KvGeometry
+from sim.predict import NotPredictable, TierSpec, predict
+from sim.workload import Workload, build_workload, request_keys
+
+_STEPS = 40
+_WIDEST = 1.3  # of the working set: the curve is flat beyond the point where everything fits
+# The block-level simulator takes about 1 µs a prompt token; this keeps a report below a minute.
+_MOST_TOKENS = 40_000_000
+
+
+def cliff(
+    plan: Plan, summary: Mapping[str, Any], pass_name: str, *, chunk_bytes: int | None
+) -> dict[str, Any]:
+    """``cliff`` of ``summary.json``: predicted curve per arm and the measured points on it.
+
+    ``share``: recomputed ÷ prompt tokens of ``pass_name``, one session. An arm has no points, and
+    ``why_not`` says why, where the curve would take too long, the chunk size is unknown or the arm
+    is not predictable to the token.
+    """
+    spec = plan.workload.spec()
+    capacities = list(_capacities(plan))
+    tokens = spec.longest_prompt_tokens * sum(1 for _ in request_keys(spec))
+    points: list[dict[str, Any]] = []
+    why_not = None
+    if tokens * len(capacities) * 2 > _MOST_TOKENS:
+        why_not = f"{tokens:,} prompt tokens a session at {len(capacities)} capacities are too much"
+    else:
+        workload = build_workload(spec)
+        arms, why_not = _tiers(plan, workload, chunk_bytes)
+        for arm, tiers in arms.items():
+            try:
+                points += _points(plan, workload, pass_name, capacities, arm, tiers)
+            except NotPredictable as error:
+                why_not = f"{arm}: {error}"
+    return {
+        "pass": pass_name,
+        "working_set_tokens": working_set_tokens(plan),
+        "gpu_tokens": _tokens(plan, plan.server.num_gpu_blocks),
+        "points": points,
+        "why_not": why_not,
+        "measured": list(_measured(plan, summary, pass_name)),
+    }
+
+
+def working_set_tokens(plan: Plan, label: str = BASELINE) -> int:
+    """Tokens that come again in an arm: its documents, and the questions kept in their prompts."""
+    spec, n_documents = plan.workload.spec(), documents_of(plan, label)
+    documents = sum(spec.tokens_of(document) for document in range(n_documents))
+    if spec.questions == "new":
+        return documents
+    kept = len(spec.passes) - 1 if spec.questions == "appended" else 1
+    return documents + n_documents * kept * spec.question_tokens
+
+
+def _tokens(plan: Plan, num_gpu_blocks: int) -> int:
+    return (num_gpu_blocks - 1) * plan.server.block_size  # one is vLLM's null block
+
+
+def _capacities(plan: Plan) -> Iterable[int]:
+    """GPU blocks to predict at, the null block included, from one prompt to beyond everything."""
+    spec, block = plan.workload.spec(), plan.server.block_size
+    prompt = spec.longest_prompt_tokens + spec.output_tokens
+    smallest = -(-max(prompt, plan.server.max_model_len) // block) + 1
+    largest = max(int(_WIDEST * spec.documents * prompt / block), smallest + _STEPS)
+    blocks = {smallest + (largest - smallest) * i // _STEPS for i in range(_STEPS + 1)}
+    blocks.add(plan.server.num_gpu_blocks)
+    if plan.control:
+        blocks.add(plan.control.num_gpu_blocks)
+    return sorted(blocks)
+
+
+def _tiers(
+    plan: Plan, workload: Workload, chunk_bytes: int | None
+) -> tuple[dict[str, TierSpec], str | None]:
+    """What the predictor needs of each arm compared; and why one of them cannot be predicted."""
+    if plan.server.engine == "auto":  # of a run from before plans named it
+        return {}, "the plan does not say by which vLLM version's rules it was predicted"
+    bytes_per_token = chunk_bytes // plan.host.chunk_tokens if chunk_bytes else 1
+    arms = arms_of(plan, model=plan.model.path)
+    experiment = Experiment(plan, "", arms, (), workload, KvGeometry(bytes_per_token))
+    tiers: dict[str, TierSpec] = {}
+    for name in compared(plan.order):
+        if name is None:
+            continue
+        if arms[name].host is not None and chunk_bytes is None:
+            return tiers, f"{name}: no row tells the size of a host chunk"
+        try:
+            tiers[name] = experiment.tiers(arms[name])
+        except NotPredictable as error:
+            return tiers, f"{name}: {error}"
+    return tiers, None
+
+
+def _points(
+    plan: Plan,
+    workload: Workload,
+    pass_name: str,
+    capacities: Iterable[int],
+    arm: str,
+    tiers: TierSpec,
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "arm": arm,
+            "gpu_tokens": _tokens(plan, blocks),
+            "share": _share(workload, replace(tiers, num_gpu_blocks=blocks), pass_name),
+        }
+        for blocks in capacities
+    ]
+
+
+def _share(workload: Workload, tiers: TierSpec, pass_name: str) -> float:
+    computed = prompt = 0
+    for request, found in zip(workload.requests, predict(workload.requests, tiers), strict=True):
+        if request.pass_name == pass_name:
+            computed += found.split.computed
+            prompt += len(request.prompt)
+    return computed / prompt
+
+
+def _measured(plan: Plan, summary: Mapping[str, Any], pass_name: str) -> Iterable[dict[str, Any]]:
+    """Each arm's measured share at its own capacity; an arm without known sources has none."""
+    content = summary["passes"].get(pass_name)
+    for arm, cell in (content["arms"] if content else {}).items():
+        tokens = cell["tokens"]
+        blocks = plan.server.num_gpu_blocks
+        if arm == CONTROL and plan.control:
+            blocks = plan.control.num_gpu_blocks
+        if tokens["prompt"]:
+            yield {
+                "arm": arm,
+                "gpu_tokens": _tokens(plan, blocks),
+                "share": tokens["computed"] / tokens["prompt"],
+                "n": tokens["n"],
+            }

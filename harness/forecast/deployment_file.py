@@ -1,0 +1,104 @@
+"""A deployment as its file describes it."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from harness.errors import InputError
+from harness.files import describe_invalid
+from sim.tiers.spec import HostKind
+from sim.workload import PassOrder
+
+_MOST_BLOCKS = 5_000_000  # about 3 s a prediction, and up to ten are made
+
+
+_REQUEST_IN_BLOCKS = 30  # a request by itself takes as long as so many of its blocks
+
+
+Count = Annotated[int, Field(ge=1, le=2**40)]
+
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Deployment(BaseModel):
+    """DEPLOYMENT.toml. ``model``: a path, or a hub id already downloaded.
+
+    ``gpu_kv_tokens`` is vLLM's log line "GPU KV cache size: N tokens". ``host_gib`` is the size as
+    it is configured: of each worker for ``lmcache``, of the server for ``lmcache-mp``, in all for
+    ``native``. The documents are asked in ``passes``, each time with a question of its own.
+    ``chunk_tokens`` is LMCache's 256 unless said, and a block for ``native``, whose
+    blocks_per_chunk is 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str
+    gpu_kv_tokens: Count
+    documents: Annotated[int, Field(ge=1, le=1_000_000)]
+    document_tokens: Count
+    passes: Annotated[tuple[PassOrder, ...], Field(min_length=1, strict=False)] = ("fwd", "fwd")
+    question_tokens: Count = 20
+    output_tokens: Count = 16
+    host: HostKind = "lmcache-mp"
+    host_gib: Annotated[float, Field(ge=0, le=1_048_576)] = 0.0
+    engine: str = "0.32.0"
+    kv_dtype: str = "auto"
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
+    block_size: Count = 16
+    chunk_tokens: Count = 256
+    watermark: Share = 0.8
+    evict_ratio: Share = 0.2
+    policy: Literal["LRU", "noop"] = "LRU"
+    max_num_batched_tokens: Count = 8192
+
+    @model_validator(mode="before")
+    @classmethod
+    def _chunks_of_native(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("host") == "native":
+            return {"chunk_tokens": fields.get("block_size", 16)} | fields
+        return fields
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of every prompt."""
+        return self.document_tokens + self.question_tokens
+
+    @property
+    def document_blocks(self) -> int:
+        """Whole blocks of a document: what a replay can find of it."""
+        return self.document_tokens // self.block_size
+
+    @property
+    def evicts_early(self) -> bool:
+        """Whether the host tier evicts before it is full."""
+        return self.host == "lmcache-mp" and self.policy != "noop"
+
+    @property
+    def request_blocks(self) -> int:
+        """Blocks a request holds at its end; its last generated token never gets a slot."""
+        return -(-(self.prompt_tokens + self.output_tokens - 1) // self.block_size)
+
+
+def read_deployment(path: Path) -> Deployment:
+    """DEPLOYMENT.toml; InputError names file, field and value."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        deployment = Deployment.model_validate(content)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except ValidationError as error:
+        fields = ", ".join(Deployment.model_fields)
+        raise InputError(f"{path}: {describe_invalid(error)}", hint=f"fields: {fields}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+    requests = deployment.documents * len(deployment.passes)
+    if requests * (deployment.request_blocks + _REQUEST_IN_BLOCKS) > _MOST_BLOCKS:
+        raise InputError(
+            f"{path}: {requests:,} prompts of {deployment.request_blocks:,} KV blocks; about "
+            f"{_MOST_BLOCKS:,} blocks in all are predicted here",
+            hint="describe fewer documents and a proportionally smaller GPU and host tier",
+        )
+    return deployment

@@ -1,0 +1,324 @@
+"""What a plan would do, without starting anything: splits, tiers, memory, commands, duration."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from harness.errors import InputError
+from harness.forecast.cliff import working_set_tokens
+from harness.forecast.edges import Edge, gpu_edge, host_edge, why_not
+from harness.forecast.latency import (
+    Expectation,
+    duration_s,
+    expectation,
+    expected_passes,
+    shapes_of,
+)
+from harness.forecast.warnings import Outlook, hazards
+from harness.machine.memory import needs_of
+from harness.plan.experiment import Experiment, SessionPlan
+from harness.plan.labels import BASELINE, CONTROL
+from servers.arms import Arm
+from servers.command import Command, render
+from servers.ports import Ports
+from sim.predict import NotPredictable, Prediction
+from sim.split import class_of
+from sim.tiers.spec import engine_note
+
+# From results/20261129T195651Z-demo-94cb9362 (tiny model, one CPU thread): a session spends about
+# 27 s on starting and stopping, and 0.40 ms a computed token. Only the order of magnitude is promised.
+_SESSION_S = 27.0
+_CPU_PREFILL_S_PER_TOKEN = 0.40e-3
+# LMCache's segment in /dev/shm is page aligned and a little larger than the pool.
+_SEGMENT_HEADROOM = 1.1
+
+Predictions = Mapping[str, list[Prediction]]
+
+
+def preview(experiment: Experiment, *, probe: Path | None = None) -> dict[str, Any]:
+    """Everything ``kvcliff plan`` shows, as JSON-ready values; tokens and bytes are integers.
+
+    ``probe``: a file of ``scripts/pcie_probe.py`` to expect times by. ``not_predicted`` says why an
+    arm is missing from ``predicted``. ``environments`` are the changes that go with ``commands``;
+    null means removed.
+    """
+    predictions, not_predicted = _predictions(experiment)
+    outlook = _outlook(experiment, predictions)
+    expected = expectation(experiment, probe)
+    note = engine_note(experiment.plan.server.engine)
+    return {
+        "schema": 1,
+        "plan_id": experiment.plan_id,
+        "model": _model(experiment),
+        "sessions": [session.name for session in experiment.sessions],
+        "requests_per_session": len(experiment.workload.requests),
+        "requests": _requests(experiment),
+        "tiers": {name: _tiers(experiment, arm) for name, arm in experiment.arms.items()},
+        "memory": {name: _memory(experiment, arm) for name, arm in experiment.arms.items()},
+        "predicted": {
+            name: _by_pass(experiment, experiment.arms[name], p) for name, p in predictions.items()
+        },
+        "documents": {
+            name: _documents(experiment, experiment.arms[name], p)
+            for name, p in predictions.items()
+        },
+        "not_predicted": not_predicted,
+        "cliff": _cliff(outlook),
+        "warnings": [*([note] if note else []), *hazards(outlook)],
+        "commands": {
+            name: [list(c.argv) for c in _commands(arm)] for name, arm in experiment.arms.items()
+        },
+        "environments": {
+            name: [dict(c.env_diff) for c in _commands(arm)]
+            for name, arm in experiment.arms.items()
+        },
+        "expected": _expected(experiment, predictions, expected),
+        "estimate": _estimate(experiment, predictions, expected),
+    }
+
+
+def _predictions(experiment: Experiment) -> tuple[Predictions, dict[str, str]]:
+    """By arm; and why an arm has none."""
+    predictions, reasons = {}, {}
+    for name, arm in experiment.arms.items():
+        try:
+            predictions[name] = experiment.predictions(arm)
+        except NotPredictable as error:
+            reasons[name] = str(error)
+        except ValueError as error:
+            raise InputError(f"the plan cannot be predicted: {error}") from None
+    return predictions, reasons
+
+
+def _model(experiment: Experiment) -> dict[str, Any]:
+    """Which model, where its shape is known from, and whether vLLM will have to download it."""
+    model = experiment.model
+    assert model is not None, "resolve finds the model"
+    server = experiment.treatment.server
+    return {
+        "path": model.name,
+        "shape_from": model.source,
+        "is_download": model.is_download,
+        "weights": server.load_format,
+        "dtype": server.dtype,
+        "bytes_per_token": experiment.geometry.bytes_per_token,
+    }
+
+
+def _requests(experiment: Experiment) -> dict[str, int]:
+    """Requests of the whole run, all sessions together: those measured, and with the warm-up."""
+    asked = [experiment.workload_of(session.arm) for session in experiment.sessions]
+    return {
+        "measured": sum(len(workload.measured) for workload in asked),
+        "sent": sum(len(workload.requests) for workload in asked),
+    }
+
+
+def _tiers(experiment: Experiment, arm: Arm) -> dict[str, Any]:
+    plan, host = experiment.plan, arm.host
+    gpu_tokens = (arm.server.num_gpu_blocks - 1) * arm.server.block_size
+    chunks = experiment.geometry.host_chunks(host.gib, host.chunk_tokens) if host else 0
+    return {
+        "working_set_tokens": working_set_tokens(plan, arm.name),
+        "gpu_tokens": gpu_tokens,
+        "gpu_bytes": gpu_tokens * experiment.geometry.bytes_per_token,
+        "host_kind": host.kind if host else None,
+        "host_tokens": chunks * host.chunk_tokens if host and chunks else None,
+        "host_gib": host.gib if host else None,
+    }
+
+
+def _memory(experiment: Experiment, arm: Arm) -> dict[str, Any]:
+    """Bytes one session of ``arm`` needs: all of them estimates but tier, pool and weights.
+
+    ``gpu_bytes`` and ``gpu_share`` as in ``harness.machine.memory``. ``shm_bytes``: what lies in /dev/shm,
+    part of the host's.
+    """
+    needs = needs_of(replace(experiment, sessions=(SessionPlan(1, arm),)))
+    kind, is_gpu = arm.host.kind if arm.host else None, arm.server.build == "gpu"
+    shm = 0
+    if kind == "lmcache-mp" and not is_gpu:  # the KV pool itself, shared with LMCache's server
+        shm = int(needs.pool_bytes * _SEGMENT_HEADROOM)
+    elif is_gpu and kind in ("native", "lmcache-mp"):
+        # vLLM's tier is a file there (vLLM 0.32, shared_offload_region.py); LMCache's server uses
+        # it where it is large enough and says so where it is not.
+        shm = needs.tier_bytes
+    return {**asdict(needs), "shm_bytes": shm}
+
+
+def _by_pass(
+    experiment: Experiment, arm: Arm, predictions: Iterable[Prediction]
+) -> dict[str, dict[str, int]]:
+    requests = experiment.workload_of(arm).requests
+    passes: dict[str, dict[str, int]] = {}
+    for request, prediction in zip(requests, predictions, strict=True):
+        sums = passes.setdefault(request.pass_name, {"computed": 0, "gpu_hit": 0, "host_loaded": 0})
+        sums["computed"] += prediction.split.computed
+        sums["gpu_hit"] += prediction.split.gpu_hit
+        sums["host_loaded"] += prediction.split.host_loaded
+    return passes
+
+
+def _documents(
+    experiment: Experiment, arm: Arm, predictions: Iterable[Prediction]
+) -> dict[str, list[dict[str, Any]]]:
+    """By pass: runs of documents, in the order they are read, whose KV comes from one source."""
+    passes: dict[str, list[str]] = {}
+    requests = experiment.workload_of(arm).requests
+    for request, prediction in zip(requests, predictions, strict=True):
+        split = prediction.split
+        source = class_of(
+            split.computed, split.gpu_hit, split.host_loaded,
+            question=len(request.prompt) - request.doc_tokens, block=arm.server.block_size,
+        )  # fmt: skip
+        passes.setdefault(request.pass_name, []).append(source)
+    return {
+        name: [{"source": source, "documents": len(list(run))} for source, run in groupby(sources)]
+        for name, sources in passes.items()
+    }
+
+
+def _outlook(experiment: Experiment, predictions: Predictions) -> Outlook:
+    server, requests = experiment.plan.server, experiment.workload.requests
+    if why_not(requests, server.block_size) is not None:
+        return Outlook(experiment, predictions, None, None)
+    baseline, treatment = experiment.tiers(experiment.arms[BASELINE]), experiment.treatment
+    # vLLM refuses to start when one request of max_model_len does not fit.
+    least = 1 + -(-server.max_model_len // server.block_size)
+    host, control = None, experiment.plan.control
+    try:
+        gpu = gpu_edge(requests, baseline, least_blocks=least)
+        if treatment.host is not None and treatment.name in predictions:
+            hits = [p.split.gpu_hit for p in predictions[treatment.name]]
+            host = host_edge(requests, experiment.tiers(treatment), hits)
+        of_control = None
+        if control is not None and control.documents is not None:
+            asked = experiment.workload_of(experiment.arms[CONTROL]).requests
+            of_control = gpu_edge(asked, baseline, least_blocks=least)
+    except ValueError as error:
+        raise InputError(f"the plan cannot be predicted: {error}") from None
+    return Outlook(experiment, predictions, gpu, host, of_control)
+
+
+def _cliff(outlook: Outlook) -> dict[str, Any]:
+    """Both axes: sizes tried with the measured requests' tokens by source, and the smallest full.
+
+    ``gpu``: no host tier. ``host``: beside the GPU tier of the arms compared; null where the
+    treatment has no host tier that can be predicted. A size is full when it serves every prompt as
+    an endless tier would (``reusable_tokens`` in all). ``planned`` says for each predicted arm
+    whether its tier is, ``full_from_by_arm`` from which size on: a control may be asked less.
+    Both axes are null, and ``why_not`` says why, for a plan too large to try.
+    """
+    plan = outlook.experiment.plan
+    reason = why_not(outlook.experiment.workload.requests, plan.server.block_size)
+    if outlook.gpu is None:
+        return {"gpu": None, "host": None, "why_not": reason}
+    return {"gpu": _gpu_cliff(outlook, outlook.gpu), "host": _host_cliff(outlook), "why_not": None}
+
+
+def _gpu_cliff(outlook: Outlook, gpu: Edge) -> dict[str, Any]:
+    block_size, geometry = outlook.experiment.plan.server.block_size, outlook.experiment.geometry
+
+    def size(blocks: int) -> dict[str, Any]:
+        tokens = (blocks - 1) * block_size  # one is the null block
+        # The null block takes memory, too.
+        return {"blocks": blocks, "tokens": tokens, "gib": geometry.gib(blocks * block_size)}
+
+    planned, full_from = {}, {}
+    for name, arm in outlook.experiment.arms.items():
+        edge = outlook.gpu_of(name)
+        if edge is None or name not in outlook.predictions:
+            continue
+        is_full = outlook.measured(name, "gpu_hit") >= edge.endless.gpu_hit
+        planned[name] = size(arm.server.num_gpu_blocks) | {"is_full": is_full}
+        full_from[name] = size(edge.smallest)
+    return {
+        "reusable_tokens": gpu.endless.gpu_hit,
+        "full_from": size(gpu.smallest),
+        "full_from_by_arm": full_from,
+        "planned": planned,
+        "points": _points(gpu, size),
+    }
+
+
+def _host_cliff(outlook: Outlook) -> dict[str, Any] | None:
+    host = outlook.host
+    if host is None:
+        return None
+
+    def size(chunks: int) -> dict[str, Any]:
+        tokens = chunks * outlook.experiment.plan.host.chunk_tokens
+        return {"chunks": chunks, "tokens": tokens, "gib": outlook.host_gib(chunks)}
+
+    reusable = host.endless.host_loaded
+    is_full = outlook.measured(outlook.treatment, "host_loaded") >= reusable
+    return {
+        "reusable_tokens": reusable,
+        "full_from": size(host.smallest),
+        "is_steady": host.is_steady,
+        "planned": size(outlook.host_chunks) | {"is_full": is_full},
+        "points": _points(host, size),
+    }
+
+
+def _points(edge: Edge, size: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [size(n) | asdict(served) for n, served in edge.sizes.items()]
+
+
+def _commands(arm: Arm) -> tuple[Command, ...]:
+    """The servers' processes, with ports and folders like a run's."""
+    return render(
+        arm,
+        ports=Ports(8000, 5555, 8080),  # those an arm has no use for are not in its commands
+        model_name=f"kvcliff-{arm.name}",
+        work_dir=Path("/tmp/kvcliff"),
+        cache_dir=Path("~/.cache/kvcliff").expanduser(),
+        inherited=os.environ,
+    )
+
+
+def _expected(
+    experiment: Experiment, predictions: Predictions, expected: Expectation | None
+) -> dict[str, Any] | None:
+    """Expected TTFT by pass and arm; null where there is nothing to expect it by."""
+    if expected is None:
+        return None
+    asked = [shape for found in predictions.values() for shape in shapes_of(experiment, found)]
+    return {
+        "is_estimate": True,
+        "from": expected.source,
+        "is_beyond_probe": expected.beyond(asked),
+        "coefficients": dict(expected.coefficients),
+        "passes": expected_passes(experiment, predictions, expected),
+    }
+
+
+def _estimate(
+    experiment: Experiment, predictions: Predictions, expected: Expectation | None
+) -> str:
+    sessions = experiment.sessions
+    computed = sum(p.split.computed for s in sessions for p in predictions.get(s.arm.name, ()))
+    work = f"{len(sessions)} server starts, {computed:,} prompt tokens to compute"
+    if len(predictions) < len(experiment.arms):
+        work += " in the arms that are predicted"
+    if experiment.plan.server.build == "cpu":
+        seconds = len(sessions) * _SESSION_S + computed * _CPU_PREFILL_S_PER_TOKEN
+        if experiment.plan.model.path != "tiny":
+            return f"{work}; how long that takes a CPU with this model is not known"
+        return f"about {_minutes(seconds)} on the CPU build, with the tiny model ({work})"
+    if expected is None:
+        return work
+    weights = needs_of(experiment).weights_bytes
+    seconds = duration_s(experiment, predictions, expected, weights_bytes=weights)
+    text = f"about {_minutes(seconds)} ({work}), nearly all of it the starts: an estimate"
+    if experiment.model is not None and experiment.model.is_download:
+        size = "" if weights is None else f" of at least {weights / 1e9:.1f} GB"
+        text += f"; before it the download{size}"
+    return text
+
+
+def _minutes(seconds: float) -> str:
+    return f"{max(1, round(seconds / 60))} min"

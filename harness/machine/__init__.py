@@ -1,0 +1,1 @@
+"""Can this machine run a plan: engines, GPUs, memory, left-over servers."""

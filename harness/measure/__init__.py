@@ -1,0 +1,1 @@
+"""One session: servers up, requests out, counters settled, rows journalled."""

@@ -1,0 +1,215 @@
+"""Replay one session's requests, one at a time, each bracketed by two counter scrapes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from harness.counters.attribute import CounterError, Measured, Snapshot, delta
+from harness.errors import MachineError
+from harness.measure.answer import StreamResult
+from harness.measure.settle import Scraper, Settled
+from harness.measure.stream import complete_prompt
+from harness.record.journal import JournalWriter
+from harness.record.row import SCHEMA, Row
+from servers.arms import TierKind
+from sim.workload import Request, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """What every row of a session repeats, and the deadlines of its waits in seconds.
+
+    ``kind``, ``chunk_tokens`` and ``chunk_bytes`` are None in an arm without a host tier.
+    """
+
+    run: str
+    session: str
+    order: int
+    config: str
+    kind: TierKind | None
+    connector: str | None
+    model_name: str
+    chunk_tokens: int | None
+    chunk_bytes: int | None
+    request_s: float
+    settle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Everything known of one request once the servers have settled, or were given up on."""
+
+    result: StreamResult
+    before: Snapshot | None
+    settled: Settled
+    measured: Measured | None
+    why_not: str | None  # why ``measured`` is None
+
+
+def replay(
+    workload: Workload,
+    context: SessionContext,
+    *,
+    client: httpx.Client,
+    scraper: Scraper,
+    journal: JournalWriter,
+    on_row: Callable[[Row], None],
+    check_alive: Callable[[], None],
+) -> None:
+    """Send every request of ``workload`` in order and journal a row for each.
+
+    The counters must be able to attribute the first complete warm-up request: otherwise the whole
+    session could not be, and MachineError says why. ``check_alive`` raises when a server died.
+    """
+    before: Snapshot | None = _fresh(scraper, context)
+    last: _Outcome | None = None
+    attributable = False
+    for seq, request in enumerate(workload.requests, start=1):
+        outcome = _ask(request, context, client=client, scraper=scraper, before=before, last=last,
+                       request_id=f"{context.session}-{seq}")  # fmt: skip
+        row = _row(request, context, seq=seq, outcome=outcome)
+        journal.append(row)
+        on_row(row)
+        check_alive()
+        attributable = attributable or row.is_attributed
+        if request.phase == "warmup" and row.complete and not attributable:
+            raise MachineError(
+                f"{context.session}: the servers' counters cannot attribute a request: "
+                f"{outcome.why_not}",
+                hint="install the supported engine versions (make setup): README.md names them",
+            )
+        before, last = outcome.settled.after or _read_or_none(scraper), outcome
+
+
+def _fresh(scraper: Scraper, context: SessionContext) -> Snapshot | None:
+    """The counters of servers that have answered nothing but the launcher's readiness request."""
+    fresh = scraper.settle(None, deadline_s=context.settle_s)
+    if fresh.unsettled:
+        raise MachineError(
+            f"{context.session}: the servers are not fresh and idle: {fresh.unsettled}",
+            hint="read the session's server logs; raise deadlines.settle_s on a slow machine",
+        )
+    return fresh.after
+
+
+def _read_or_none(scraper: Scraper) -> Snapshot | None:
+    try:
+        return scraper.read()
+    except CounterError:
+        return None  # the row after this one says so; its latency counts all the same
+
+
+def _ask(
+    request: Request,
+    context: SessionContext,
+    *,
+    client: httpx.Client,
+    scraper: Scraper,
+    before: Snapshot | None,
+    last: _Outcome | None,
+    request_id: str,
+) -> _Outcome:
+    result = complete_prompt(
+        client,
+        model=context.model_name,
+        prompt=request.prompt,
+        output_tokens=request.output_tokens,
+        deadline_s=context.request_s,
+        request_id=request_id,
+    )
+    settled = (
+        scraper.settle(before, deadline_s=context.settle_s)
+        if before
+        else Settled(None, 0.0, "the counters could not be read before the request")
+    )
+    if last and last.settled.unsettled:
+        if not last.result.complete:
+            # A server still busy with the request that failed bills its rest to this one.
+            error = "the server was not idle when this was sent: the request before had failed"
+            result = replace(result, complete=False, error=result.error or error)
+        reason = f"the request before had not settled: {last.settled.unsettled}"
+        return _Outcome(result, before, settled, None, reason)
+    measured, why_not = _attribute(request, context, before=before, settled=settled)
+    return _Outcome(result, before, settled, measured, why_not)
+
+
+def _attribute(
+    request: Request, context: SessionContext, *, before: Snapshot | None, settled: Settled
+) -> tuple[Measured | None, str | None]:
+    """The request's sources, or why they cannot be known."""
+    if before is None or settled.after is None or settled.unsettled:
+        return None, f"not settled: {settled.unsettled}"
+    try:
+        measured = delta(
+            before,
+            settled.after,
+            prompt_tokens=len(request.prompt),
+            chunk_tokens=context.chunk_tokens,
+            chunk_bytes=context.chunk_bytes,
+        )
+    except CounterError as error:
+        return None, f"{type(error).__name__}: {error}"
+    return measured, None
+
+
+def _row(request: Request, context: SessionContext, *, seq: int, outcome: _Outcome) -> Row:
+    result, settled = outcome.result, outcome.settled
+    return Row(
+        config=context.config,
+        connector=context.connector,
+        pass_name=request.pass_name,
+        doc=request.doc,
+        doc_tokens=request.doc_tokens,
+        ttft_ms=result.ttft_ms if result.complete else None,
+        total_ms=result.total_ms if result.complete else None,
+        schema_version=SCHEMA,
+        run=context.run,
+        session=context.session,
+        order=context.order,
+        seq=seq,
+        phase=request.phase,
+        prompt_tokens=len(request.prompt),
+        output_tokens=result.output_tokens,
+        **_sources(outcome),
+        chunk_tokens=context.chunk_tokens,
+        chunk_bytes=context.chunk_bytes,
+        server_ttft_ms=result.server_ttft_ms,
+        first_byte_ms=result.first_byte_ms,
+        settle_ms=settled.settle_ms,
+        conn_reused=result.conn_reused,
+        finish_reason=result.finish_reason,
+        complete=result.complete,
+        error=result.error,
+        unattributed=outcome.why_not,
+        output_sha256=result.output_sha256,
+        counters_before=outcome.before.flat() if outcome.before else None,
+        counters_after=settled.after.flat() if settled.after else None,
+        sent_unix_ns=result.sent_unix_ns,
+    )
+
+
+def _sources(outcome: _Outcome) -> dict[str, Any]:
+    measured = outcome.measured
+    cached = outcome.result.cached_tokens
+    if measured is None:
+        names = ("computed", "gpu_hit", "host_loaded", "loaded_bytes", "loaded_source",
+                 "stored_tokens", "disagreement")  # fmt: skip
+        return {"cached_tokens": cached, **dict.fromkeys(names)}
+    split = measured.split
+    from_caches = split.gpu_hit + split.host_loaded
+    disagreement = measured.disagreement
+    # vLLM leaves the answer's count out when it is 0 (prompt_tokens_details, PR #44475).
+    if disagreement is None and cached is not None and cached != from_caches:
+        disagreement = f"the answer says {cached} cached prompt tokens, the counters {from_caches}"
+    return {
+        "computed": split.computed,
+        "gpu_hit": split.gpu_hit,
+        "host_loaded": split.host_loaded,
+        "loaded_bytes": measured.loaded_bytes,
+        "loaded_source": measured.loaded_source,
+        "stored_tokens": measured.stored_tokens,
+        "cached_tokens": cached,
+        "disagreement": disagreement,
+    }

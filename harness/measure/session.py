@@ -1,0 +1,208 @@
+"""Run the sessions of an experiment: fresh servers for each, a journal each, and the run folder."""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.errors import InputError
+from harness.files import write_lines
+from harness.measure.create import _now
+from harness.measure.replay import SessionContext, replay
+from harness.measure.settle import Scraper
+from harness.measure.stream import open_client
+from harness.plan.experiment import Experiment, SessionPlan
+from harness.record.folder import RunFolder
+from harness.record.journal import JournalWriter
+from harness.record.row import Row
+from servers.command import Command
+from servers.gpu.devices import devices_of
+from servers.gpu.samples import sampled
+from servers.launch import Running, launch
+from servers.probe import ServerFacts, probe
+from sim.workload import Workload
+
+
+class Progress(Protocol):
+    """What a run tells whoever watches it."""
+
+    def session_starts(self, session: SessionPlan, *, requests: int) -> None:
+        """The session's servers are being started."""
+
+    def session_ready(self, session: SessionPlan, *, start_s: float) -> None:
+        """The session's servers answered a real completion after ``start_s`` seconds."""
+
+    def row(self, row: Row) -> None:
+        """One request was journalled."""
+
+
+def run_sessions(
+    experiment: Experiment, folder: RunFolder, *, cache_dir: Path, progress: Progress
+) -> None:
+    """Measure every session that has no complete journal yet, in order."""
+    for session in experiment.sessions:
+        if _is_complete(folder, session, experiment):
+            continue
+        _set_aside(folder.journal(session.name))
+        _measure(experiment, session, folder, cache_dir=cache_dir, progress=progress)
+
+
+def write_ttft(folder: RunFolder) -> None:
+    """``ttft.jsonl``: the measured rows of all journals, in session order."""
+    write_lines(
+        folder.path / "ttft.jsonl",
+        (row.to_json() for row in folder.rows() if row.phase == "measure"),
+    )
+
+
+def _is_complete(folder: RunFolder, session: SessionPlan, experiment: Experiment) -> bool:
+    """Whether the session's journal has every request, in order, and nothing torn after it."""
+    notes: list[str] = []
+    if not folder.journal(session.name).exists():
+        return False
+    keys = [row.key for row in folder.session_rows(session.name, notes)]
+    planned = [
+        (session.name, *request.key) for request in experiment.workload_of(session.arm).requests
+    ]
+    return keys == planned and not notes
+
+
+def _set_aside(journal: Path) -> None:
+    """Keep what a cut-short session measured under a name that no reader takes for a session."""
+    if not journal.exists():
+        return
+    for attempt in range(1, 1000):
+        kept = journal.with_name(f"cut-{attempt}-{journal.name}")
+        if not kept.exists():
+            journal.rename(kept)
+            return
+    raise InputError(f"{journal.parent} holds 999 cut-short attempts at {journal.name}")
+
+
+def _measure(
+    experiment: Experiment,
+    session: SessionPlan,
+    folder: RunFolder,
+    *,
+    cache_dir: Path,
+    progress: Progress,
+) -> None:
+    plan, workload = experiment.plan, experiment.workload_of(session.arm)
+    progress.session_starts(session, requests=len(workload.requests))
+    started = _now()
+    with (
+        sampled(devices_of(session.arm, os.environ)) as gpu,
+        launch(
+            session.arm,
+            log_stem=folder.path / f"server-{session.name}",
+            ledger=folder.ledger,
+            cache_dir=cache_dir,
+            deadline_s=plan.deadlines.start_s,
+            session=session.name,
+        ) as running,
+    ):
+        facts = probe(running, session.arm)
+        gpu.mark("ready")
+        places = {str(folder.path.resolve()): "$RUN", str(cache_dir.resolve()): "$CACHE"}
+        noted = _session_facts(running, facts, places=places)
+        folder.note_session(session.name, {"started": started, **noted})
+        progress.session_ready(session, start_s=running.start_s)
+        context = _context(
+            experiment, session, run=folder.name, running=running, connector=facts.connector
+        )
+        with JournalWriter(folder.journal(session.name)) as journal:
+            _replay(workload, running, context=context, journal=journal, on_row=progress.row)
+        gpu.mark("end")
+    folder.note_session(session.name, {"ended": _now(), "gpu": gpu.record()})
+
+
+def _replay(
+    workload: Workload,
+    running: Running,
+    *,
+    context: SessionContext,
+    journal: JournalWriter,
+    on_row: Callable[[Row], None],
+) -> None:
+    with (
+        open_client(running.base_url, deadline_s=context.request_s) as client,
+        Scraper(
+            running.base_url,
+            lmcache_url=running.lmcache_url,
+            kind=context.kind,
+            model_name=running.model_name,
+            launch_id=running.model_name,
+        ) as scraper,
+    ):
+        replay(
+            workload,
+            context,
+            client=client,
+            scraper=scraper,
+            journal=journal,
+            on_row=on_row,
+            check_alive=running.check_alive,
+        )
+
+
+def _context(
+    experiment: Experiment,
+    session: SessionPlan,
+    *,
+    run: str,
+    running: Running,
+    connector: str | None,
+) -> SessionContext:
+    plan = experiment.plan
+    host = session.arm.host
+    return SessionContext(
+        run=run,
+        session=session.name,
+        order=session.order,
+        config=session.arm.name,
+        kind=host.kind if host else None,
+        connector=connector,
+        model_name=running.model_name,
+        chunk_tokens=host.chunk_tokens if host else None,
+        chunk_bytes=experiment.chunk_bytes if host else None,
+        request_s=plan.deadlines.request_s,
+        settle_s=plan.deadlines.settle_s,
+    )
+
+
+def _session_facts(
+    running: Running, facts: ServerFacts, *, places: dict[str, str]
+) -> dict[str, Any]:
+    places = places | {
+        running.commands[0].env["TMPDIR"]: "$TMPDIR",
+        sys.prefix: "$VENV",
+        str(Path.cwd()): "$CHECKOUT",
+        str(Path.home()): "$HOME",
+    }
+    return {
+        "start_s": running.start_s,
+        "facts": asdict(facts),
+        "commands": [_portable(command, places) for command in running.commands],
+    }
+
+
+def _portable(command: Command, places: dict[str, str]) -> dict[str, Any]:
+    """Argv and environment changes of a server, machine-specific folders replaced by names."""
+
+    def named(text: str) -> str:
+        for place, name in sorted(places.items(), key=lambda item: -len(item[0])):
+            if len(place) > 1:  # "/" as home or working folder, in containers
+                text = re.sub(rf"{re.escape(place)}(?=/|:|$)", name, text)
+        return text
+
+    return {
+        "role": command.role,
+        "argv": [named(word) for word in command.argv],
+        "env_diff": {
+            name: None if value is None else named(value)
+            for name, value in command.env_diff.items()
+        },
+    }

@@ -1,0 +1,1 @@
+"""What is asked: plans, their files and checks, and everything decided before a run."""

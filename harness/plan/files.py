@@ -1,0 +1,79 @@
+"""Plan files and presets: read, and checked."""
+
+import tomllib
+import typing
+from importlib import resources
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from harness.errors import InputError
+from harness.files import describe_invalid
+from harness.plan.checks import impossible
+from harness.plan.plan import Plan
+
+
+def preset_names() -> list[str]:
+    """Names of the plans that come with kvcliff."""
+    folder = resources.files("harness") / "presets"
+    return sorted(
+        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
+    )
+
+
+def load_plan(name_or_path: str) -> Plan:
+    """The preset or plan file called ``name_or_path``; InputError names file, field and value."""
+    if name_or_path in preset_names():
+        source = resources.files("harness") / "presets" / f"{name_or_path}.toml"
+        return parse_plan(source.read_bytes(), where=f"preset {name_or_path}")
+    return read_plan(Path(name_or_path))
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in the file ``path``; InputError when it cannot be read or used."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"cannot read the plan {str(path)!r}: {error.strerror}",
+            hint=f"give a .toml file, or one of the presets: {', '.join(preset_names())}",
+        ) from None
+    return parse_plan(content, where=str(path))
+
+
+def parse_plan(content: bytes, *, where: str) -> Plan:
+    """Parse and check TOML; InputError says what is wrong and where."""
+    try:
+        written = tomllib.loads(content.decode("utf-8-sig"))
+    except RecursionError:
+        raise InputError(f"{where}: TOML nested too deeply") from None
+    except ValueError as error:  # not UTF-8, not TOML, or a number of thousands of digits
+        raise InputError(f"{where}: not valid TOML: {error}") from None
+    try:
+        plan = Plan.model_validate(written)
+    except ValidationError as error:
+        message = f"{where}: {describe_invalid(error)}"
+        raise InputError(message, hint=_accepted(error)) from None
+    for problem in impossible(plan):
+        raise InputError(f"{where}: {problem}")
+    return plan
+
+
+def _accepted(error: ValidationError) -> str | None:
+    """The fields there are where a plan has one that there is not; None for other problems."""
+    wrong = next((p["loc"] for p in error.errors() if p["type"] == "extra_forbidden"), None)
+    if wrong is None:
+        return None
+    section: type[BaseModel] = Plan
+    for name in wrong[:-1]:  # a label of [arms] is no field: its section is the table's
+        if field := section.model_fields.get(str(name)):
+            section = _section_in(field.annotation) or section
+    names = [field.alias or name for name, field in section.model_fields.items()]
+    return f"fields here: {', '.join(names)}"
+
+
+def _section_in(annotation: object) -> type[BaseModel] | None:
+    """The section a field's type names: itself, or in an optional one or a table of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_in, typing.get_args(annotation))), None)

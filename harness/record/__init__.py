@@ -1,0 +1,1 @@
+"""What is on disk: rows, journals and the run folder."""

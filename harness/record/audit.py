@@ -1,0 +1,154 @@
+"""What in a row contradicts itself, the row before it or its own raw counters."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.counters.attribute import CounterError, derive
+from harness.counters.pages import STATE_NAMES
+from harness.errors import InputError
+from harness.plan.plan import session_name
+from harness.record.row import Row
+from sim.workload import WARMUP_PASS
+
+
+def contradiction(row: Row, last: Row | None) -> str | None:
+    """What in ``row`` contradicts itself or ``last``, the row before it; None when nothing does."""
+    if problem := _in_answer(row) or _in_sources(row) or _in_place(row, last):
+        return problem
+    if last is None:
+        return _in_server(row)
+    if None not in (last.counters_after, row.counters_before) and (
+        last.counters_after != row.counters_before
+    ):
+        return "counters_before are not the counters_after of the row before"
+    if row.connector != last.connector:  # of the server, which is one, as is its tier's unit
+        return f"connector is {row.connector!r} after {last.connector!r}"
+    if row.chunk_tokens != last.chunk_tokens or row.chunk_bytes != last.chunk_bytes:
+        return (
+            f"chunk_tokens {row.chunk_tokens}, chunk_bytes {row.chunk_bytes} after "
+            f"{last.chunk_tokens}, {last.chunk_bytes}"
+        )
+    return None
+
+
+def _in_place(row: Row, last: Row | None) -> str | None:
+    """A row counts for the session, arm, phase and place it names."""
+    if last is None:
+        if row.seq != 1:
+            return f"seq is {row.seq} in the first row"
+    elif (row.seq, row.order) != (last.seq + 1, last.order):
+        return f"seq {row.seq}, order {row.order} after seq {last.seq}, order {last.order}"
+    is_checked = last is not None and (row.session, row.config) == (last.session, last.config)
+    if not is_checked and row.session != session_name(row.order, row.config):
+        return f"session {row.session!r} is not that of order {row.order}, config {row.config!r}"
+    if (row.phase == "warmup") != (row.pass_name == WARMUP_PASS):
+        return f"phase is {row.phase!r} in pass {row.pass_name!r}"
+    if row.doc_tokens > row.prompt_tokens:
+        return f"doc_tokens {row.doc_tokens} is more than prompt_tokens {row.prompt_tokens}"
+    return None
+
+
+def _in_server(row: Row) -> str | None:
+    """What the tier's unit contradicts."""
+    unit, n_bytes = row.chunk_tokens, row.chunk_bytes
+    if n_bytes is not None and (not unit or n_bytes < unit or n_bytes % unit):
+        return f"chunk_bytes {n_bytes} is no whole number of bytes for each of {unit} tokens"
+    return None
+
+
+def _in_answer(row: Row) -> str | None:
+    """What the answer's own fields contradict."""
+    needed = (row.ttft_ms, row.total_ms, row.finish_reason)
+    if row.complete and (
+        row.error is not None or None in needed or not row.output_tokens or not row.output_sha256
+    ):
+        return (
+            "complete is true beside an error, or without times, finish_reason, output tokens or "
+            "output digest"
+        )
+    if not row.complete and (row.error is None or row.ttft_ms is not None):
+        return "complete is false without an error, or beside a ttft_ms"
+    if row.ttft_ms is None:
+        return None
+    if row.total_ms is not None and row.ttft_ms > row.total_ms:
+        return f"ttft_ms {row.ttft_ms} is more than total_ms {row.total_ms}"
+    if row.first_byte_ms is not None and row.first_byte_ms > row.ttft_ms:
+        return f"first_byte_ms {row.first_byte_ms} is more than ttft_ms {row.ttft_ms}"
+    return None
+
+
+def _in_sources(row: Row) -> str | None:
+    """What the token sources contradict."""
+    if row.is_attributed != (row.unattributed is None):
+        return "unattributed must say why exactly when the token sources are null"
+    if row.loaded_bytes is not None and row.loaded_source is None:
+        return "loaded_bytes without a loaded_source"
+    cached = row.cached_tokens
+    from_caches = (row.gpu_hit or 0) + (row.host_loaded or 0)
+    if row.is_attributed and row.disagreement is None and cached not in (None, from_caches):
+        return f"cached_tokens is {cached} beside {from_caches} tokens from caches, unexplained"
+    return None
+
+
+_DERIVED = ("computed", "gpu_hit", "host_loaded", "stored_tokens", "loaded_bytes")
+
+
+_Derived = tuple[int | None, ...]
+
+
+_MOST_KEPT = 10_000
+
+
+def _check_sources(path: Path, number: int, row: Row, kept: dict[Any, _Derived]) -> None:
+    """Refuse a row whose sources do not follow from its raw counters.
+
+    ``kept``: what was derived for earlier rows. ``derive`` reads how far each counter moved, and
+    states as they are, so rows that agree in these are derived once: it takes 15 µs a row.
+    """
+    if not row.is_attributed:
+        return
+    before, after = row.counters_before, row.counters_after
+    if before is None or after is None:
+        raise InputError(f"{path}, line {number}: token sources without the counters they are from")
+    alike: Any = None
+    derived: _Derived | None = None
+    if before.keys() == after.keys():
+        moved = [v if n in STATE_NAMES else v - before[n] for n, v in after.items()]
+        alike = (*moved, *after, row.prompt_tokens, row.chunk_tokens, row.chunk_bytes)
+        derived = kept.get(alike)
+    if derived is None:
+        try:
+            derived = _derived(row, before, after)
+        except (CounterError, ValueError) as error:
+            raise InputError(f"{path}, line {number}: {error}") from None
+        if alike is not None and len(kept) < _MOST_KEPT:
+            kept[alike] = derived
+    counted = (row.computed, row.gpu_hit, row.host_loaded, row.stored_tokens, row.loaded_bytes)
+    if counted != derived:
+        name, said, found = next(
+            triple for triple in zip(_DERIVED, counted, derived, strict=True)
+            if triple[1] != triple[2]
+        )  # fmt: skip
+        raise InputError(
+            f"{path}, line {number}: {name} is {said}, but the row's own counters say {found}"
+        )
+
+
+def _derived(row: Row, before: Mapping[str, int], after: Mapping[str, int]) -> _Derived:
+    """The row's ``_DERIVED`` fields by its raw counters; raises as ``derive``."""
+    measured = derive(
+        before,
+        after,
+        prompt_tokens=row.prompt_tokens,
+        chunk_tokens=row.chunk_tokens,
+        chunk_bytes=row.chunk_bytes,
+    )
+    split = measured.split
+    return (
+        split.computed,
+        split.gpu_hit,
+        split.host_loaded,
+        measured.stored_tokens,
+        measured.loaded_bytes,
+    )

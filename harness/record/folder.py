@@ -1,0 +1,162 @@
+"""The run folder: where the files of one run are, and its manifest."""
+
+import fcntl
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import InputError
+from harness.files import describe_invalid, load_json, write_json
+from harness.record.journal import walk_journal
+from harness.record.row import Row
+
+PLAN_FILE = "plan.toml"
+PREDICTION_FILE = "prediction.jsonl"
+LEDGER_FILE = "processes.jsonl"
+
+
+class Manifest(BaseModel):
+    """What every reader of ``manifest.json`` relies on; the other fields describe the machine.
+
+    ``sealed``: SHA-256 of the files written before the first measurement and never changed since.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    schema_version: Literal[1] = Field(alias="schema")  # history: 1 = first published
+    run: str
+    plan_id: str
+    sealed: dict[str, str]
+    sessions: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths inside ``results/<UTC>-<plan id>/``."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The folder's own name; the field ``run`` of its rows."""
+        return self.path.name
+
+    def journal(self, session: str) -> Path:
+        """The journal of the session called ``session``."""
+        return self.path / f"journal-{session}.jsonl"
+
+    def journals(self) -> list[Path]:
+        """Every journal there is, in session order."""
+        paths = self.path.glob("journal-*.jsonl")
+        return sorted(paths, key=lambda path: (len(path.stem.split("-")[1]), path.name))
+
+    @property
+    def ledger(self) -> Path:
+        """Which processes the run started and ended."""
+        return self.path / LEDGER_FILE
+
+    def rows(self, notes: list[str] | None = None) -> Iterator[Row]:
+        """Every row of every journal, in session order, one at a time.
+
+        Torn last lines are said in ``notes``. Raises InputError for a row of another run or another
+        session than its file's.
+        """
+        run = self.read_manifest()["run"]
+        for path in self.journals():
+            yield from _rows_of(path, run, notes)
+
+    def session_rows(self, session: str, notes: list[str] | None = None) -> list[Row]:
+        """The rows of one session's journal, as ``rows``."""
+        return list(_rows_of(self.journal(session), self.read_manifest()["run"], notes))
+
+    def is_being_measured(self) -> bool:
+        """Whether another process holds the run's lock; never where the plan is gone."""
+        try:
+            with self.lock():
+                return False
+        except InputError:
+            return True
+        except FileNotFoundError:
+            return False
+
+    def refuse_imported(self) -> None:
+        """InputError for a run made by ``kvcliff import``: it has no plan and no journals."""
+        if "imported_from" in self.read_manifest():
+            raise InputError(
+                f"{self.path} was imported: it has measurements, but no plan and no journals",
+                hint="kvcliff report shows what it has",
+            )
+
+    def check_seals(self) -> None:
+        """InputError when the plan or the predictions are not those the run began with."""
+        for name, digest in self.read_manifest()["sealed"].items():
+            if file_digest(self.path / name) != digest:
+                raise InputError(
+                    f"{self.path / name} was changed after the run began: what was measured no "
+                    "longer answers it",
+                    hint="restore the file, or start a new run",
+                )
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for one writer; InputError when another process measures it already."""
+        with (self.path / PLAN_FILE).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"{self.path} is being measured by another process",
+                    hint="wait for it to end",
+                ) from None
+            yield
+
+    def note_session(self, session: str, facts: dict[str, Any]) -> None:
+        """Add ``facts`` to what the manifest knows of a session."""
+        manifest = self.read_manifest()
+        manifest["sessions"].setdefault(session, {}).update(facts)
+        self.write_manifest(manifest)
+
+    def read_manifest(self) -> dict[str, Any]:
+        """The manifest of a run; InputError when it is missing or not one."""
+        path = self.path / "manifest.json"
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise InputError(
+                f"{self.path} is not a run folder: no readable manifest.json ({error.strerror})"
+            ) from None
+        try:
+            manifest = Manifest.model_validate(load_json(content, where=str(path)))
+        except ValidationError as error:
+            raise InputError(f"{path}: {describe_invalid(error)}") from None
+        return manifest.model_dump(by_alias=True)
+
+    def write_manifest(self, manifest: dict[str, Any]) -> None:
+        """Replace the manifest in one step."""
+        write_json(self.path / "manifest.json", manifest)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes in hex; InputError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _rows_of(path: Path, run: str, notes: list[str] | None) -> Iterator[Row]:
+    session = path.stem.removeprefix("journal-")
+    for row in walk_journal(path, notes if notes is not None else []):
+        if (row.run, row.session) != (run, session):
+            raise InputError(
+                f"{path}: row {row.seq} belongs to session {row.session!r} of run {row.run!r}, "
+                f"this is the journal of {session!r} of {run!r}",
+                hint="keep only the journals this run wrote",
+            )
+        yield row

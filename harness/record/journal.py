@@ -1,0 +1,162 @@
+"""The journal: one JSON object a request, appended as it happens, and read back strictly.
+
+A journal file belongs to one session. It is created exclusively, each row is one write of one line
+followed by fsync, so a killed run keeps every row it finished. Reading needs no engine.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from harness.errors import InputError
+from harness.files import describe_invalid, load_json, read_lines
+from harness.record.audit import _check_sources, _Derived, contradiction
+from harness.record.row import PREDICTED_NUMBERS, SCHEMA, PredictedRow, Row
+
+
+class JournalWriter:
+    """Appends rows to a new file; a second writer, or an existing file, is refused (InputError)."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        try:
+            self._fd = os.open(path, flags, 0o644)
+        except FileExistsError:
+            raise InputError(
+                f"{path} exists already; a journal is never written twice",
+                hint="use a new run folder, or --resume the run this journal belongs to",
+            ) from None
+
+    def append(self, row: Row) -> None:
+        """Write one row durably: one write, then fsync."""
+        line = (row.to_json() + "\n").encode("ascii")
+        written = os.write(self._fd, line)
+        if written != len(line):
+            raise OSError(f"only {written} of {len(line)} bytes of a journal row were written")
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Release the file."""
+        os.close(self._fd)
+
+    def __enter__(self) -> "JournalWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_journal(path: Path, notes: list[str] | None = None) -> list[Row]:
+    """All rows of one journal, as ``walk_journal`` gives them."""
+    return list(walk_journal(path, notes if notes is not None else []))
+
+
+def walk_journal(path: Path, notes: list[str]) -> Iterator[Row]:
+    """The rows of one journal, in order, one at a time: memory does not grow with their number.
+
+    An unterminated last line (a killed writer's torn record) is left out and said in ``notes``.
+    Anything else that is not a valid row, a key met twice, or sources that do not follow from the
+    row's own raw counters raises InputError with file, line and field.
+    """
+    last: Row | None = None
+    kept: dict[Any, _Derived] = {}
+    for number, row in _records(path, Row, notes):
+        if row.schema_version != SCHEMA:
+            raise InputError(
+                f"{path}, line {number}: schema is {row.schema_version}; this kvcliff reads "
+                f"{SCHEMA}",
+                hint="read it with the kvcliff version that wrote it (manifest.json names it)",
+            )
+        if problem := contradiction(row, last):
+            raise InputError(f"{path}, line {number}: {problem}")
+        _check_sources(path, number, row, kept)
+        yield row
+        last = row
+
+
+def walk_predictions(path: Path) -> Iterator[PredictedRow]:
+    """The lines of a ``prediction.jsonl``, one at a time; InputError with file, line and field."""
+    notes: list[str] = []
+    for number, row in _records(path, PredictedRow, notes):
+        missing = [name for name in PREDICTED_NUMBERS if getattr(row, name) is None]
+        if missing and (row.is_exact or len(missing) < len(PREDICTED_NUMBERS)):
+            raise InputError(
+                f"{path}, line {number}: {', '.join(missing)} null; either all numbers are, "
+                "and why_not says why, or none"
+            )
+        yield row
+    if notes:
+        raise InputError(notes[0])
+
+
+Record = TypeVar("Record", Row, PredictedRow)
+
+
+def _records(path: Path, kind: type[Record], notes: list[str]) -> Iterator[tuple[int, Record]]:
+    """Line number and record, each request key once."""
+    once = _Once()
+    for number, line in read_lines(path, notes):
+        record = _parsed(line, kind, where=f"{path}, line {number}")
+        if not once.is_new(record.key):
+            raise InputError(f"{path}, line {number}: {_before(path, kind, number, record)}")
+        yield number, record
+
+
+class _Once:
+    """Tells a request met before. One pass is remembered at a time: a session walks pass by pass."""
+
+    def __init__(self) -> None:
+        self._walk: tuple[str, str] | None = None
+        self._docs: set[int] = set()
+        self._left: set[tuple[str, str]] = set()
+
+    def is_new(self, key: tuple[str, str, int]) -> bool:
+        """False too for a pass that goes on after another one began."""
+        walk = key[:2]
+        if walk != self._walk:
+            if self._walk is not None:
+                self._left.add(self._walk)
+            if walk in self._left:
+                return False
+            self._walk, self._docs = walk, set()
+        n = len(self._docs)
+        self._docs.add(key[2])
+        return len(self._docs) > n
+
+
+def _before(path: Path, kind: type[Record], number: int, record: Record) -> str:
+    """What is wrong with a record that is not new."""
+    for earlier, line in read_lines(path, []):
+        if earlier < number and _parsed(line, kind, where=str(path)).key == record.key:
+            return f"request {record.key} was recorded before, in line {earlier}"
+    session, name, _ = record.key
+    return f"pass {name!r} of {session} goes on after another one began"
+
+
+def _parsed(line: bytes, kind: type[Record], *, where: str) -> Record:
+    """One line as a record.
+
+    pydantic's own parser takes a fifth of the time of ``load_json``, but keeps the last of two equal
+    keys; so its answer counts only where there are as many keys as ``":`` in the line, and
+    everything else is read, and refused, the strict way.
+    """
+    try:
+        record = kind.model_validate_json(line)
+        if line.count(b'":') == _n_keys(record):
+            return record
+    except ValidationError:
+        pass
+    try:
+        return kind.model_validate(load_json(line, where=where))
+    except ValidationError as error:
+        raise InputError(f"{where}: {describe_invalid(error)}") from None
+
+
+def _n_keys(record: Row | PredictedRow) -> int:
+    n = len(record.model_fields_set)
+    if isinstance(record, Row):
+        n += len(record.counters_before or ()) + len(record.counters_after or ())
+    return n

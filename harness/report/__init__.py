@@ -1,0 +1,1 @@
+"""What people and tools read: the HTML report, charts, tables, comparisons, exports."""

@@ -1,0 +1,300 @@
+"""Vega-Lite specifications of the report's charts, from rows that are ready to draw.
+
+Text and grid are drawn in ``currentColor``, so light, dark and print need no second drawing; the
+data colours keep 3:1 contrast on white and on near-black. Arms differ in shape as well as colour.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from harness.plan.labels import BASELINE, CONTROL
+
+Rows = Sequence[Mapping[str, Any]]
+
+ORANGE, BLUE, TEAL, GREY = "#d97706", "#3b82f6", "#0d9488", "#8b8f98"
+ArmStyle = tuple[str, str]
+"""Colour and shape of an arm's marks."""
+
+_BASE_STYLE, _TREATMENT_STYLE, _CONTROL_STYLE = (
+    (ORANGE, "circle"),
+    (BLUE, "square"),
+    (TEAL, "triangle-up"),
+)
+# Seven colours and four shapes have no common factor: 28 arms of an import before a mark repeats.
+_OTHER_COLOURS = ("#a855f7", "#db2777", "#65a30d", "#a16207", "#64748b", "#0891b2", "#7c6f64")
+_OTHER_SHAPES = ("diamond", "triangle-down", "triangle-right", "triangle-left")
+SOURCE_STYLE = {"computed": ORANGE, "GPU hit": TEAL, "host-loaded": BLUE}
+PHASES = {"start": GREY, "warmup": "#0891b2", "stop": "#6b7280"}
+# Unlike the arms' and the sources' colours, so that a pass is never taken for an arm.
+PASS_COLOURS = ("#7c3aed", "#db2777", "#65a30d", "#a16207", "#64748b")
+
+
+def arm_styles(arms: Sequence[str], treatment: str | None) -> dict[str, ArmStyle]:
+    """A mark for each arm, no two alike: baseline, treatment, control, the others by position."""
+    known = {BASELINE: _BASE_STYLE, treatment: _TREATMENT_STYLE, CONTROL: _CONTROL_STYLE}
+    others = [arm for arm in arms if arm not in known]
+    styles = {arm: known[arm] for arm in arms if arm in known}
+    for i, arm in enumerate(others):
+        colour = _OTHER_COLOURS[i % len(_OTHER_COLOURS)]
+        styles[arm] = (colour, _OTHER_SHAPES[i % len(_OTHER_SHAPES)])
+    return styles
+
+
+def ttft_spec(
+    values: Rows, *, arms: Mapping[str, ArmStyle], domain: Sequence[float], legend: bool
+) -> dict[str, Any]:
+    """TTFT by position in the pass; ``values`` have ``n, ttft, arm, failed`` and the tooltip."""
+    base = _chart(values).encode(
+        x=alt.X(
+            "n:Q",
+            title="request in the pass",
+            scale=alt.Scale(zero=False, nice=False, padding=10),
+            axis=alt.Axis(tickMinStep=1, grid=False),
+        ),
+        y=alt.Y(
+            "ttft:Q",
+            title="TTFT, ms (log)",
+            scale=alt.Scale(type="log", domain=list(domain), nice=False),
+            axis=alt.Axis(format=",~g", values=log_ticks(domain)),
+        ),
+        tooltip=[alt.Tooltip(f"{name}:N", title=title) for name, title in _TTFT_TOOLTIP],
+    )
+    colour, shape = _arm_encoding(arms, legend)
+    good = base.transform_filter("!datum.failed").mark_point(filled=True, size=42, opacity=0.85)
+    layers = [good.encode(color=colour, shape=shape)]
+    if any(value["failed"] for value in values):
+        bad = base.transform_filter("datum.failed").mark_point(
+            shape="cross", size=60, color="#dc2626", angle=45, filled=True
+        )
+        layers.append(bad)
+    return _spec(alt.layer(*layers), height=230)
+
+
+_TTFT_TOOLTIP = (
+    ("session", "session"), ("doc", "document"), ("time", "TTFT"), ("split", "measured"),
+    ("predicted", "predicted"), ("bytes", "bytes loaded"), ("error", "error"),
+)  # fmt: skip
+
+
+def paired_spec(
+    documents: Rows, *, quotient: str, domain: Sequence[float], threshold: float | None
+) -> dict[str, Any]:
+    """Ratio and range per document, with lines at 1 and at ``threshold`` where it fits.
+
+    ``quotient`` says in words which arm is over which.
+    """
+    base = _chart(documents).encode(
+        x=alt.X(
+            "doc:Q",
+            title="document",
+            scale=alt.Scale(zero=False, nice=False, padding=10),
+            axis=alt.Axis(tickMinStep=1, grid=False),
+        ),
+        tooltip=[
+            alt.Tooltip("doc:Q", title="document"),
+            alt.Tooltip("ratio:Q", title=quotient, format=".3f"),
+            alt.Tooltip("low:Q", format=".3f"),
+            alt.Tooltip("high:Q", format=".3f"),
+            alt.Tooltip("n_blocks:Q", title="blocks"),
+        ],
+    )
+    scale = alt.Scale(type="log", domain=list(domain), nice=False)
+    axis = alt.Axis(values=log_ticks(domain), format=",~g")
+    title = f"{quotient} (log)"
+    y = alt.Y("low:Q", title=title, scale=scale, axis=axis)
+    bars = base.mark_rule(color=BLUE, strokeWidth=2).encode(y=y, y2="high:Q")
+    points = base.mark_point(color=BLUE, filled=True, size=50).encode(
+        y=alt.Y("ratio:Q", scale=scale, title=title)
+    )
+    lines = [_level(1.0, scale, [1, 0])]
+    if threshold is not None and domain[0] <= threshold <= domain[1]:
+        lines.append(_level(threshold, scale, [5, 4]))
+    return _spec(alt.layer(*lines, bars, points), height=210)
+
+
+def _level(value: float, scale: alt.Scale, dash: list[float]) -> Any:
+    rule = _chart([{"level": value}]).mark_rule(color="currentColor", opacity=0.6, strokeDash=dash)
+    return rule.encode(y=alt.Y("level:Q", scale=scale))
+
+
+def sources_spec(values: Rows, *, seqs: Sequence[int], legend: bool) -> dict[str, Any]:
+    """Tokens by source, measured upwards and predicted downwards.
+
+    ``values``: one bar each, with ``seq, where, source, kind, tokens, signed``. ``seqs``: the
+    requests that are drawn.
+    """
+    colour = alt.Color(
+        "source:N",
+        scale=alt.Scale(domain=list(SOURCE_STYLE), range=list(SOURCE_STYLE.values())),
+        legend=alt.Legend(orient="top", title=None) if legend else None,
+    )
+    y = alt.Y(
+        "signed:Q",
+        title="predicted · measured",
+        axis=alt.Axis(labelExpr="format(abs(datum.value), '~s')", tickCount=5),
+    )
+    bars = (
+        _chart(values)
+        .mark_bar()
+        .encode(
+            x=alt.X("seq:O", title="request of the session", axis=_sparse_axis(seqs)),
+            y=y,
+            color=colour,
+            tooltip=[
+                alt.Tooltip("where:N", title="request"),
+                alt.Tooltip("kind:N"),
+                alt.Tooltip("source:N"),
+                alt.Tooltip("tokens:Q", format=","),
+            ],
+        )
+    )
+    zero = _chart([{"zero": 0}]).mark_rule(color="currentColor", strokeWidth=1.5)
+    return _spec(bars + zero.encode(y=alt.Y("zero:Q")), height=140)
+
+
+def _sparse_axis(seqs: Sequence[int]) -> alt.Axis:
+    """About eight labels however many requests there are."""
+    labelled = list(seqs[:: max(1, len(seqs) // 8)])
+    return alt.Axis(labelAngle=0, grid=False, values=labelled, ticks=False)
+
+
+def cliff_spec(
+    curve: Mapping[str, Any], *, arms: Mapping[str, ArmStyle], legend: bool
+) -> dict[str, Any]:
+    """Predicted shares as lines, measured ones as marks, this plan and the working set as rules."""
+    colour, shape = _arm_encoding(arms, legend)
+    x = alt.X(
+        "gpu_tokens:Q",
+        title="GPU tier, tokens",
+        axis=alt.Axis(format="~s", grid=False, tickCount=7),
+    )
+    y = alt.Y(
+        "share:Q",
+        title=f"{curve['pass']}: share recomputed",
+        axis=alt.Axis(format=".0%", tickCount=5),
+        scale=alt.Scale(domain=[0, 1]),
+    )
+    tooltip = [
+        alt.Tooltip("arm:N"),
+        alt.Tooltip("gpu_tokens:Q", title="GPU tier, tokens", format=","),
+        alt.Tooltip("share:Q", title="recomputed", format=".2%"),
+    ]
+    lines = _chart(curve["points"]).mark_line(strokeWidth=2, opacity=0.8)
+    points = _chart(curve["measured"]).mark_point(filled=True, size=130, opacity=1)
+    return _spec(
+        alt.layer(
+            lines.encode(x=x, y=y, color=colour, tooltip=tooltip),
+            *_named_levels(curve, x),
+            points.encode(x=x, y=y, color=colour, shape=shape, tooltip=tooltip),
+        ),
+        height=240,
+    )
+
+
+def _named_levels(curve: Mapping[str, Any], x: alt.X) -> list[Any]:
+    """Vertical lines with their names: this plan's GPU tier, and the working set."""
+    base = _chart(
+        [
+            {"gpu_tokens": curve["gpu_tokens"], "what": "this plan"},
+            {"gpu_tokens": curve["working_set_tokens"], "what": "working set"},
+        ]
+    )
+    rules = base.mark_rule(color="currentColor", strokeDash=[4, 4], opacity=0.6)
+    words = base.mark_text(color="currentColor", align="left", dx=4, baseline="top", fontSize=11)
+    return [rules.encode(x=x), words.encode(x=x, y=alt.value(4), text="what:N")]
+
+
+def timeline_spec(
+    spans: Rows, *, colours: Mapping[str, str], n_sessions: int, legend: bool
+) -> dict[str, Any]:
+    """One bar a phase, one line a session, on the wall clock in UTC."""
+    chart = (
+        _chart(spans)
+        .mark_bar(height={"band": 0.7})
+        .encode(
+            x=alt.X(
+                "began_unix_ms:T",
+                title="time (UTC)",
+                scale=alt.Scale(type="utc"),
+                axis=alt.Axis(format="%H:%M:%S", tickCount=5, labelOverlap=True),
+            ),
+            x2="ended_unix_ms",
+            y=alt.Y("session:N", title=None, sort=None),
+            color=alt.Color(
+                "phase:N",
+                scale=alt.Scale(domain=list(colours), range=list(colours.values())),
+                legend=alt.Legend(orient="top", title=None, columns=3) if legend else None,
+            ),
+            tooltip=[alt.Tooltip("session:N"), alt.Tooltip("phase:N")],
+        )
+    )
+    return _spec(chart, height=34 * n_sessions + 10)
+
+
+def _arm_encoding(arms: Mapping[str, ArmStyle], legend: bool) -> tuple[alt.Color, alt.Shape]:
+    styles = arms.values()
+    key = alt.Legend(orient="top", title=None) if legend else None
+    return (
+        alt.Color(
+            "arm:N",
+            scale=alt.Scale(domain=list(arms), range=[colour for colour, _ in styles]),
+            legend=key,
+        ),
+        alt.Shape(
+            "arm:N",
+            scale=alt.Scale(domain=list(arms), range=[shape for _, shape in styles]),
+            legend=key,
+        ),
+    )
+
+
+def _chart(values: Sequence[Mapping[str, Any]]) -> alt.Chart:
+    """A chart of ``values``, which stay inside its specification."""
+    return alt.Chart(alt.Data(values=list(values)))  # type: ignore[no-untyped-call]
+
+
+def _spec(chart: Any, *, height: int) -> dict[str, Any]:
+    """As a dictionary, as wide as its place on the page."""
+    spec: dict[str, Any] = (
+        chart.properties(width="container", height=height)
+        .configure(
+            background="transparent",
+            autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
+            font="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif",
+            aria=False,  # the figure has one text alternative; hundreds of marks would be noise
+        )
+        .configure_view(stroke=None)
+        .configure_axis(
+            labelColor="currentColor",
+            titleColor="currentColor",
+            domainColor="currentColor",
+            tickColor="currentColor",
+            gridColor="currentColor",
+            gridOpacity=0.12,
+            domainOpacity=0.4,
+            tickOpacity=0.4,
+            labelFontSize=11,
+            titleFontSize=11,
+            titleFontWeight="normal",
+        )
+        .configure_legend(labelColor="currentColor", titleColor="currentColor", labelFontSize=11)
+        .to_dict(validate=False)
+    )
+    return spec
+
+
+def log_ticks(domain: Sequence[float]) -> list[float]:
+    """1, 2, 5, 10, … inside ``domain``; where those are fewer than three, even steps."""
+    low, high = domain
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    if len(ticks) > 2:
+        return ticks
+    least = (high - low) / 5
+    power_of_ten = 10.0 ** math.floor(math.log10(least))
+    step = next(n * power_of_ten for n in (1, 2, 5, 10) if n * power_of_ten >= least)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]

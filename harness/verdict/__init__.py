@@ -1,0 +1,1 @@
+"""After a run: reconciliation, findings, statistics, decision and the published results."""

@@ -1,0 +1,375 @@
+"""A foreign ``ttft.jsonl`` as a run folder, so that others' measurements get the report too.
+
+What the file does not say stays unknown: no prediction, no residual, hence no verdict.
+"""
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import InputError
+from harness.files import describe_invalid, load_json, numbered_lines, write_json
+from harness.plan.rule import DecisionSection
+from harness.record.folder import file_digest
+from harness.verdict.decision import decide
+from harness.verdict.findings import RECONCILE_SCHEMA
+from harness.verdict.publish import MOST_LISTED
+from harness.verdict.stats import source_class, summarize
+from harness.verdict.takeaways import takeaways
+from sim.workload import WARMUP_PASS
+
+_DEFAULT_BLOCK = 16  # vLLM's default block size on CUDA; only tells full from partial GPU hits
+
+# 2**53: what a JSON number holds exactly in every reader.
+Tokens = Annotated[int, Field(ge=0, le=2**53)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+def _plain(text: str) -> str:
+    """Names stand in tables, charts and file names; a chart's SVG can hold no control character."""
+    if not text.strip() or not text.isprintable():
+        raise ValueError("a name must be printable characters, and not blank")
+    return text
+
+
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_plain)]
+_LONGEST_ERROR = 500  # characters; the copied file has it whole
+
+
+class ForeignRow(BaseModel):
+    """The six fields of the lab's format, and of ours what may be there; others are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, populate_by_name=True)
+
+    config: Name
+    pass_name: Name = Field(alias="pass")
+    doc: Tokens | Name
+    doc_tokens: Tokens
+    ttft_ms: Milliseconds | None
+    total_ms: Milliseconds | None
+    session: Name | None = None
+    order: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    phase: str | None = None
+    prompt_tokens: Tokens | None = None
+    computed: Tokens | None = None
+    gpu_hit: Tokens | None = None
+    host_loaded: Tokens | None = None
+    loaded_bytes: Tokens | None = None
+    stored_tokens: Tokens | None = None
+    settle_ms: Milliseconds | None = None
+    complete: bool = True
+    error: str | None = None
+    sent_unix_ns: Annotated[int, Field(ge=0, lt=2**63)] = 0  # nanoseconds are beyond 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedRow:
+    """A foreign row with everything the statistics read; see ``harness.verdict.tally.Sample``."""
+
+    config: str
+    pass_name: str
+    doc: int
+    doc_tokens: int
+    ttft_ms: float | None
+    total_ms: float | None
+    session: str
+    order: int
+    seq: int
+    phase: str
+    prompt_tokens: int | None
+    computed: int | None
+    gpu_hit: int | None
+    host_loaded: int | None
+    loaded_bytes: int | None
+    stored_tokens: int | None
+    settle_ms: float | None
+    complete: bool
+    error: str | None
+    sent_unix_ns: int
+
+
+def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK) -> Path:
+    """Make ``results/<UTC>-import-<hash>/`` from ``source`` and return it.
+
+    The folder holds a copy of the file, the manifest, ``summary.json`` and ``reconcile.json``.
+    InputError with file, line and field for a row that cannot be used; nothing is written then.
+    The rows are walked once and not kept.
+    """
+    if source.exists() and not source.is_file():
+        raise InputError(f"{source} is no regular file: it is read more than once")
+    walk = _Walk(source, block_size, every=max(1, -(-_n_lines(source) // MOST_LISTED)))
+    digest = file_digest(source)
+    plan_id = f"import-{digest[:8]}"
+    folder = results / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{plan_id}"
+    environment: dict[str, Any] = {
+        "imported_from": source.name,
+        "sha256": digest,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": None,
+        "gpus": None,
+    }
+    # Before anything is written: a row these cannot take must leave no half-made folder.
+    summary = _summary(folder.name, plan_id, walk.rows(), environment, block_size)
+    if not walk.groups:
+        raise InputError(f"{source} has no row")
+    reconciliation = _reconciliation(folder.name, walk)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise InputError(f"{folder} exists already", hint="import again in a second") from None
+    shutil.copyfile(source, folder / "ttft.jsonl")
+    write_json(
+        folder / "manifest.json",
+        {
+            "schema": 1,
+            "run": folder.name,
+            "plan_id": plan_id,
+            "sealed": {"ttft.jsonl": digest},
+            **environment,
+            "sessions": {},
+        },
+    )
+    write_json(folder / "reconcile.json", reconciliation)
+    write_json(folder / "summary.json", summary)
+    return folder
+
+
+def _summary(
+    run: str,
+    plan_id: str,
+    rows: Iterable[ImportedRow],
+    environment: dict[str, Any],
+    block_size: int,
+) -> dict[str, Any]:
+    summary = summarize(rows, run=run, plan_id=plan_id, block_size=block_size)
+    summary["decision"] = decide(
+        DecisionSection(),
+        summary,
+        checks=None,
+        sizes=None,
+        is_from_plan=False,
+        environment=environment,
+    )
+    for session in summary["sessions"]:
+        session["server"] = {}
+    summary |= {"cliff": None, "plan": None, "environment": environment}
+    return {**summary, "takeaways": takeaways(summary)}
+
+
+def _n_lines(source: Path) -> int:
+    return sum(1 for _ in numbered_lines(source))
+
+
+class _Walk:
+    """One walk over a foreign file, and what it met: counted rows, and every so many-th in full.
+
+    ``is_assumed``: the sessions had to be. Without a session, the k-th row of the same arm, pass and
+    document belongs to the k-th session of that arm: one server cannot have measured a document of a
+    pass twice.
+    """
+
+    def __init__(self, source: Path, block_size: int, *, every: int) -> None:
+        self.every = every
+        self.is_assumed = False
+        self.groups: Counter[tuple[str, str]] = Counter()
+        self.entries: list[dict[str, Any]] = []
+        self._source = source
+        self._block_size = block_size
+        self._names = _Names({}, {}, {})
+        self._seqs: Counter[str] = Counter()
+        self._seen: dict[tuple[str, str], Counter[int | str]] = {}
+        self._once: dict[tuple[str, str], set[int | str]] = {}
+
+    def rows(self) -> Iterator[ImportedRow]:
+        """Every row in file order; InputError with file, line and field."""
+        n = 0
+        for number, line in numbered_lines(self._source):
+            if not line.strip():
+                continue
+            row = self._row(line, f"{self._source}, line {number}")
+            if n % self.every == 0:
+                self.entries.append(_request(row, self._block_size))
+            n += 1
+            self.groups[row.session, row.pass_name] += 1
+            yield row
+
+    def _row(self, line: bytes, where: str) -> ImportedRow:
+        foreign = _foreign(line, where)
+        session = self._session(foreign, where)
+        first_seen = self._names.order(session, foreign, where)
+        self._seqs[session] += 1
+        values = {name: getattr(foreign, name) for name in _KEPT}
+        if foreign.ttft_ms is None:  # a failed request: counted, and in no median
+            values |= {"complete": False, "error": foreign.error or "no ttft_ms"}
+        if len(values["error"] or "") > _LONGEST_ERROR:
+            values["error"] = values["error"][:_LONGEST_ERROR] + "…"
+        return ImportedRow(
+            **values,
+            doc=self._names.document(foreign.doc, where),
+            session=session,
+            order=foreign.order or first_seen,
+            seq=self._seqs[session],
+            phase="measure",
+        )
+
+    def _session(self, row: ForeignRow, where: str) -> str:
+        """The row's session, given or assumed; InputError for a request met before."""
+        if row.session is None:
+            self.is_assumed = True
+            seen = self._seen.setdefault((row.config, row.pass_name), Counter())
+            seen[row.doc] += 1
+            return f"{row.config}-{seen[row.doc]}"
+        met = self._once.setdefault((row.session, row.pass_name), set())
+        if row.doc in met:
+            raise InputError(
+                f"{where}: document {row.doc!r} comes twice in {row.pass_name!r} of session "
+                f"{row.session!r}",
+                hint="one server measures a document once in a pass: name sessions and passes apart",
+            )
+        met.add(row.doc)
+        return row.session
+
+
+_KEPT = ForeignRow.model_fields.keys() - {"session", "order", "doc", "phase"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What sessions and documents of a foreign file have been called so far."""
+
+    sessions: dict[str, int]
+    firsts: dict[str, ForeignRow]
+    documents: dict[int | str, int]  # of numbers, the first alone
+
+    def order(self, session: str, row: ForeignRow, where: str) -> int:
+        """The session's place by first appearance; InputError when rows contradict each other."""
+        first_of_all = next(iter(self.firsts.values()), row)
+        for name in ("session", "order"):
+            if (getattr(row, name) is None) != (getattr(first_of_all, name) is None):
+                raise InputError(
+                    f"{where}: {name} is {getattr(row, name)!r} here and "
+                    f"{getattr(first_of_all, name)!r} in the first row",
+                    hint=f"give {name} in every row, or in none",
+                )
+        first = self.firsts.setdefault(session, row)
+        if first.order != row.order:
+            raise InputError(
+                f"{where}: order of session {session!r} is {row.order} here and {first.order} before"
+            )
+        arm = row.config
+        if first.config != arm:
+            raise InputError(
+                f"{where}: session {session!r} is of arm {arm!r} here and of "
+                f"{first.config!r} before",
+                hint="a session is one server of one arm: give each its own name",
+            )
+        return self.sessions.setdefault(session, len(self.sessions) + 1)
+
+    def document(self, doc: int | str, where: str) -> int:
+        """A number for the document; InputError when numbers and texts are mixed."""
+        if type(next(iter(self.documents), doc)) is not type(doc):
+            raise InputError(
+                f"{where}: doc is {doc!r}; name all documents by numbers, or all by texts"
+            )
+        if isinstance(doc, int):
+            if not self.documents:
+                self.documents[doc] = doc
+            return doc
+        return self.documents.setdefault(doc, len(self.documents))
+
+
+def _foreign(line: bytes, where: str) -> ForeignRow:
+    try:
+        content = load_json(line, where=where)
+    except InputError as error:
+        if line.endswith(b"\n"):
+            raise
+        raise InputError(
+            f"{error}; the last line has no line end: its writer was cut off",
+            hint="take the torn line away",
+        ) from None
+    try:
+        row = ForeignRow.model_validate(content)
+    except ValidationError as error:
+        raise InputError(
+            f"{where}: {describe_invalid(error)}",
+            hint="each line needs config, pass, doc, doc_tokens, ttft_ms and total_ms",
+        ) from None
+    if row.ttft_ms is not None and row.total_ms is not None and row.ttft_ms > row.total_ms:
+        raise InputError(f"{where}: ttft_ms {row.ttft_ms} is more than total_ms {row.total_ms}")
+    if row.complete and row.error and row.ttft_ms is not None:
+        raise InputError(
+            f"{where}: an error beside a complete answer: {row.error[:_LONGEST_ERROR]!r}",
+            hint="say complete: false, or leave error out",
+        )
+    if WARMUP_PASS in (row.pass_name, row.phase):
+        raise InputError(f"{where}: a warm-up row; leave those out, they are no measurement")
+    if row.prompt_tokens is not None and row.prompt_tokens < row.doc_tokens:
+        raise InputError(
+            f"{where}: prompt_tokens {row.prompt_tokens} is less than doc_tokens {row.doc_tokens}"
+        )
+    sources = [row.computed, row.gpu_hit, row.host_loaded]
+    known = [tokens for tokens in sources if tokens is not None]
+    if known and (len(known) < 3 or row.prompt_tokens != sum(known)):
+        raise InputError(
+            f"{where}: computed {row.computed} + gpu_hit {row.gpu_hit} + host_loaded "
+            f"{row.host_loaded} must all be there and sum to prompt_tokens {row.prompt_tokens}",
+            hint="leave all three out where the sources are not known",
+        )
+    return row
+
+
+def _reconciliation(run: str, walk: _Walk) -> dict[str, Any]:
+    """``reconcile.json`` without a prediction: rows as they are, nothing reconciled."""
+    findings = []
+    if walk.is_assumed:
+        findings.append(
+            {
+                "code": "sessions-assumed",
+                "severity": "warning",
+                "message": "the rows name no session; the k-th row of a document was taken for "
+                "the k-th session of its arm",
+                "cause": "the file was not written by kvcliff",
+                "remedy": "add the field session to every row",
+            }
+        )
+    return {
+        "schema": RECONCILE_SCHEMA,
+        "run": run,
+        "requests_planned": 0,
+        "requests_recorded": walk.groups.total(),
+        "requests_reconciled": 0,
+        "not_predicted": [],
+        "every": walk.every,
+        "findings": findings,
+        "requests": walk.entries,
+        "by_pass": [
+            {
+                "session": session, "pass": pass_name, "requests": n, "recorded": n,
+                "reconciled": 0, "largest": None, "why_not_predicted": None,
+            }
+            for (session, pass_name), n in walk.groups.items()
+        ],
+    }  # fmt: skip
+
+
+def _request(row: ImportedRow, block_size: int) -> dict[str, Any]:
+    return {
+        "session": row.session, "pass": row.pass_name, "doc": row.doc, "complete": row.complete,
+        "measured": {
+            "computed": row.computed, "gpu_hit": row.gpu_hit, "host_loaded": row.host_loaded
+        },
+        "predicted": None, "why_not_predicted": None, "residual": None, "reconciled": False,
+        "config": row.config, "order": row.order, "seq": row.seq, "phase": row.phase,
+        "doc_tokens": row.doc_tokens, "prompt_tokens": row.prompt_tokens,
+        "ttft_ms": row.ttft_ms, "total_ms": row.total_ms, "settle_ms": row.settle_ms,
+        "loaded_bytes": row.loaded_bytes, "stored_tokens": row.stored_tokens,
+        "error": row.error, "unattributed": None if row.computed is not None else "not measured",
+        "source": source_class(row, block_size), "predicted_bytes": None,
+    }  # fmt: skip

@@ -1,0 +1,135 @@
+"""The two arms against each other: by document inside each A B block, then over the blocks."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from harness.plan.labels import BASELINE
+from harness.verdict.tally import Cell, Tally
+
+# Below six blocks a percentile bootstrap cannot leave out the extremes at 95 %: the smallest of 5
+# values is the whole resample's median too often. Fewer blocks get their range, called a range.
+MIN_BLOCKS_FOR_INTERVAL = 6
+CONFIDENCE = 0.95
+_RESAMPLES = 9_999
+_MOST_DOCUMENTS = 1_000  # listed one by one; a longer list helps nobody and fills the file
+
+Pair = tuple[int, float, float]  # document, TTFT of the first, TTFT of the second, in ms
+
+LEAST_MS = 1e-6  # below a nanosecond nothing was measured, and a ratio of it is no number
+
+
+def paired(total: Tally, pass_name: str, treatment: str | None) -> dict[str, Any] | None:
+    """Baseline against treatment: ratio and difference per block and document, median over blocks.
+
+    A block pairs the k-th session of each arm, so that in A B B A its two sessions are neighbours
+    and drift enters the two blocks with opposite sign. None when no pair is complete.
+    """
+    if treatment is None:
+        return None
+    blocks: list[dict[str, Any]] = []
+    documents: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    arms = total.in_order(BASELINE, pass_name), total.in_order(treatment, pass_name)
+    for base, treated in zip(*arms, strict=False):
+        pairs = _pairs(*(total.sessions[name].cells[pass_name] for name in (base, treated)))
+        if not pairs:
+            continue
+        blocks.append({"sessions": [base, treated], "n": len(pairs), **_middle(pairs)})
+        for doc, first, second in pairs:
+            documents[doc].append((first / second, first - second))
+    if not blocks:
+        return None
+    ratios = [block["ratio"] for block in blocks]
+    differences = [block["difference_ms"] for block in blocks]
+    return {
+        "ratio": median(ratios),
+        **interval(ratios),
+        "difference_ms": {"median": median(differences), **interval(differences)},
+        "blocks": blocks,
+        "n_documents": len(documents),
+        "documents": [_document(doc, values) for doc, values in sorted(documents.items())]
+        if len(documents) <= _MOST_DOCUMENTS
+        else None,
+    }
+
+
+def compare_sessions(total: Tally, pass_name: str, first: str, last: str) -> dict[str, Any] | None:
+    """The same arm early and late, paired by document: last ÷ first, above 1 it got slower."""
+    cells = (total.sessions[name].cells[pass_name] for name in (last, first))
+    pairs = _pairs(*cells)
+    if not pairs:
+        return None
+    return {"sessions": [first, last], "n": len(pairs), "last_over_first": _middle(pairs)["ratio"]}
+
+
+def interval(values: Sequence[float]) -> dict[str, Any]:
+    """``low``, ``high``, ``interval`` (in words) and ``interval_kind`` of the median of ``values``.
+
+    Six or more: percentile bootstrap with a fixed seed, so that a run gives the same bytes twice.
+    """
+    n = len(values)
+    if n < MIN_BLOCKS_FOR_INTERVAL or min(values) == max(values):
+        words = f"range over {n} A B block{'s' if n > 1 else ''}"
+        few = "; too few for a confidence interval" if n < MIN_BLOCKS_FOR_INTERVAL else ""
+        return {
+            "low": min(values),
+            "high": max(values),
+            "interval": words + few,
+            "interval_kind": "range",
+        }
+    low, high = _bootstrap(values)
+    return {
+        "low": low,
+        "high": high,
+        "interval": f"95 % bootstrap interval over {n} A B blocks",
+        "interval_kind": "bootstrap",
+    }
+
+
+def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    import numpy as np  # here: half a second of import that short runs never need
+    from scipy.stats import bootstrap
+
+    found = bootstrap(
+        (np.asarray(values),),
+        np.median,
+        confidence_level=CONFIDENCE,
+        n_resamples=_RESAMPLES,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(1),
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def _pairs(first: Cell, second: Cell) -> list[Pair]:
+    """Documents complete in both; a time of 0 has no ratio and is in no pair."""
+    times = {
+        doc: ttft for doc, ttft in zip(first.doc, first.ttft_ms, strict=True) if ttft > LEAST_MS
+    }
+    return [
+        (doc, times[doc], ttft)
+        for doc, ttft in zip(second.doc, second.ttft_ms, strict=True)
+        if ttft > LEAST_MS and doc in times
+    ]
+
+
+def _middle(pairs: Sequence[Pair]) -> Mapping[str, float]:
+    return {
+        "ratio": median(first / second for _, first, second in pairs),
+        "difference_ms": median(first - second for _, first, second in pairs),
+    }
+
+
+def _document(doc: int, values: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """One document over the blocks; low and high are the range, never an interval."""
+    ratios = [ratio for ratio, _ in values]
+    return {
+        "doc": doc,
+        "n_blocks": len(values),
+        "ratio": median(ratios),
+        "low": min(ratios),
+        "high": max(ratios),
+        "difference_ms": median(difference for _, difference in values),
+    }

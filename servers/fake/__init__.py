@@ -1,0 +1,1 @@
+"""The scripted loopback server, whose token sources come from the simulator."""

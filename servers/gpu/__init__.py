@@ -1,0 +1,1 @@
+"""The GPUs of this machine: what they are, hold and did."""

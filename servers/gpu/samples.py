@@ -1,0 +1,207 @@
+"""What the GPUs did during a session: clocks, temperature, power, throttling, PCIe link.
+
+Read once a second beside the session and at its marks; nothing on a card is changed. A record goes
+into the manifest, and what in it spoils a measurement is said in its ``warnings``.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any, Final, Literal
+
+from servers.gpu.devices import Device, state_reader
+from servers.gpu.facts import SLOWED, GpuState, Reader
+
+Moment = Literal["start", "ready", "end"]
+"""Before the servers start; when they are up; after the last request, while they still are."""
+
+_PERIOD_S: Final = 1.0
+# An idle card lowers its PCIe generation to save power, so only the best of several readings under
+# load says what the link can do.
+_ENOUGH_SAMPLES: Final = 5
+_NUMBERS: Final = (
+    "sm_mhz",
+    "memory_mhz",
+    "temperature_c",
+    "power_w",
+    "pcie_generation",
+    "pcie_width",
+)
+
+
+class GpuSamples:
+    """States of some devices over one session; ``take`` and ``mark`` may come from two threads."""
+
+    def __init__(self, devices: Sequence[Device], read: Reader) -> None:
+        self._devices = devices
+        self._read = read
+        self._moments: dict[Moment, dict[str, GpuState]] = {}
+        self._taken: list[dict[str, GpuState]] = []
+
+    def mark(self, moment: Moment) -> None:
+        """Read the devices now and remember it under ``moment``."""
+        if self._devices:
+            self._moments[moment] = self._read()
+
+    def take(self) -> None:
+        """One reading; those between ``ready`` and ``end`` count as taken under load."""
+        if "ready" in self._moments and "end" not in self._moments:
+            self._taken.append(self._read())
+
+    def record(self) -> dict[str, Any] | None:
+        """For the manifest, as JSON; None without a GPU. Every unknown is null."""
+        if not self._devices:
+            return None
+        devices = [self._device(device) for device in self._devices]
+        return {
+            "devices": devices,
+            "warnings": [warning for device in devices for warning in session_warnings(device)],
+        }
+
+    def _device(self, device: Device) -> dict[str, Any]:
+        gpu = asdict(device.gpu)
+        for changing in ("state", "processes", "mig"):
+            del gpu[changing]
+        states = [taken[device.uuid] for taken in (*self._taken, *self._bounds())]
+        return {
+            **gpu,
+            "uuid": device.uuid,
+            "gpu_uuid": device.gpu.uuid,
+            "label": device.label,
+            **{moment: asdict(taken[device.uuid]) for moment, taken in self._moments.items()},
+            "under_load": _summary(states),
+        }
+
+    def _bounds(self) -> list[dict[str, GpuState]]:
+        return [self._moments[moment] for moment in ("ready", "end") if moment in self._moments]
+
+
+@contextmanager
+def sampled(
+    devices: Sequence[Device], *, read: Reader | None = None, period_s: float = _PERIOD_S
+) -> Iterator[GpuSamples]:
+    """Samples of ``devices`` every ``period_s`` seconds for the length of the block.
+
+    Marks ``start`` itself. Without devices nothing is read and no thread is started.
+    """
+    if not devices:
+        yield GpuSamples((), dict)
+        return
+    with nullcontext(read) if read else state_reader(devices) as read_states:
+        samples = GpuSamples(devices, read_states)
+        samples.mark("start")
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_sample, args=(samples, stop, period_s), name="gpu-samples", daemon=True
+        )
+        thread.start()
+        try:
+            yield samples
+        finally:
+            stop.set()
+            # A driver that hangs must not keep the servers from being stopped; the thread ends
+            # with the process.
+            thread.join(timeout=10.0)
+
+
+def session_warnings(device: Mapping[str, Any]) -> list[str]:
+    """What one device of a record says against its session's times."""
+    label, load = device["label"], device["under_load"]
+    warnings = [
+        f"{label} was slowed by {reason} in {count} of {load['n_throttle']} samples"
+        + _clocks(load, device["sm_mhz_max"])
+        for reason, count in load["throttle"].items()
+        if reason in SLOWED
+    ]
+    if load["n_samples"] < _ENOUGH_SAMPLES:
+        return warnings
+    best, most = load["pcie_generation"], device["pcie_generation_max"]
+    if best and most and best[1] < most:
+        warnings.append(f"{label}: its PCIe link never rose above generation {best[1]} of {most}")
+    width, lanes = load["pcie_width"], device["pcie_width_max"]
+    if width and lanes and width[0] < lanes:
+        warnings.append(f"{label}: its PCIe link had {_range(width)} lanes of {lanes}")
+    return warnings
+
+
+def session_changes(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What differs between the sessions' records, by session: the PCIe link and the throttling.
+
+    Only what both sessions know is compared, device by device.
+    """
+    changes = []
+    by_device: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for session, record in records.items():
+        for device in record["devices"]:
+            by_device.setdefault(device["uuid"], {})[session] = device
+    for sessions in by_device.values():
+        label = next(iter(sessions.values()))["label"]
+        for what, values in _comparable(sessions).items():
+            if len(set(values.values())) > 1:
+                listed = ", ".join(f"{session} {value}" for session, value in values.items())
+                changes.append(f"{label}: {what} is not the same in all sessions: {listed}")
+    return changes
+
+
+def used_uuids(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """The devices of a record, in CUDA's order."""
+    return tuple(device["uuid"] for device in record["devices"])
+
+
+def _comparable(sessions: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By what, the sessions' values; a session that does not know, or hardly looked, is left out."""
+    found: dict[str, dict[str, Any]] = {
+        "PCIe generation": {},
+        "number of PCIe lanes": {},
+        "throttling": {},
+    }
+    for session, device in sessions.items():
+        load = device["under_load"]
+        if load["n_samples"] < _ENOUGH_SAMPLES:
+            continue
+        if load["pcie_generation"]:
+            found["PCIe generation"][session] = load["pcie_generation"][1]
+        if load["pcie_width"]:
+            found["number of PCIe lanes"][session] = load["pcie_width"][1]
+        if load["n_throttle"]:
+            reasons = sorted(SLOWED & set(load["throttle"]))
+            found["throttling"][session] = "+".join(reasons) or "none"
+    return found
+
+
+def _sample(samples: GpuSamples, stop: threading.Event, period_s: float) -> None:
+    while not stop.wait(period_s):
+        samples.take()
+
+
+def _summary(states: Sequence[GpuState]) -> dict[str, Any]:
+    """``[min, max]`` of each number over the readings that have it, null where none has.
+
+    ``throttle``: in how many of ``n_throttle`` readings each reason was given.
+    """
+    told = [state.throttle for state in states if state.throttle is not None]
+    reasons = Counter(reason for throttle in told for reason in throttle)
+    ranges = {name: _extent([getattr(state, name) for state in states]) for name in _NUMBERS}
+    return {
+        "n_samples": len(states),
+        **ranges,
+        "n_throttle": len(told),
+        "throttle": dict(sorted(reasons.items())),
+    }
+
+
+def _extent(values: Sequence[float | None]) -> list[float] | None:
+    known = [value for value in values if value is not None]
+    return [min(known), max(known)] if known else None
+
+
+def _clocks(load: Mapping[str, Any], most: int | None) -> str:
+    if load["sm_mhz"] is None:
+        return ""
+    return f" (SM clock {_range(load['sm_mhz'])} MHz" + (f" of {most})" if most else ")")
+
+
+def _range(pair: Sequence[Any]) -> str:
+    return f"{pair[0]}" if pair[0] == pair[1] else f"{pair[0]} to {pair[1]}"
