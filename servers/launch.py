@@ -44,6 +44,9 @@ _GROUP_GRACE_S: Final = 5.0
 # run Python between fork and exec, unsafe beside other threads. SIGTERM, not SIGKILL: vLLM's API
 # server must take its engine core down with it. 1 is PR_SET_PDEATHSIG (prctl(2)); the parent may
 # have ended before the request, and then nobody would end the server.
+# In every server's environment, with a value of this launch's own: what a server's descendants keep
+# when they leave its session and its process group.
+_MARK: Final = "KVCLIFF_LAUNCH"
 _END_WITH_PARENT: Final = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
@@ -146,13 +149,14 @@ def serve(
     _check_commands(commands)
     check_ports_free(ports)
     children: list[Child] = []
+    mark = secrets.token_hex(8)
     grace_s = _EARLY_GRACE_S
     with _ended_by_signals():
         try:
             began = time.monotonic()
             for command in commands:
                 with _signals_deferred():
-                    children.append(_start(command, log_stem, ledger, work_dir))
+                    children.append(_start(command, log_stem, ledger, work_dir, mark=mark))
             start_s = await_ready(
                 children, ports, model_name, ledger, began=began, deadline_s=deadline_s
             )
@@ -160,10 +164,10 @@ def serve(
             yield _running(children, ports, model_name, start_s)
         except BaseException as error:
             # What went wrong first is what the user must read; the stop only adds to it.
-            if remains := _stop(children, ports, ledger, grace_s=grace_s):
+            if remains := _stop(children, ports, ledger, mark=mark, grace_s=grace_s):
                 error.add_note(remains)
             raise
-        if remains := _stop(children, ports, ledger, grace_s=grace_s):
+        if remains := _stop(children, ports, ledger, mark=mark, grace_s=grace_s):
             hint = "kvcliff doctor names them; what survives SIGKILL hangs in the kernel"
             raise LaunchError(remains, hint=hint)
 
@@ -191,7 +195,7 @@ def _check_commands(commands: Sequence[Command]) -> None:
             )
 
 
-def _start(command: Command, log_stem: Path, ledger: Ledger, work_dir: Path) -> Child:
+def _start(command: Command, log_stem: Path, ledger: Ledger, work_dir: Path, *, mark: str) -> Child:
     path = log_stem.with_name(f"{log_stem.name}-{command.role}.log")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as output:
@@ -202,7 +206,7 @@ def _start(command: Command, log_stem: Path, ledger: Ledger, work_dir: Path) -> 
             # The folder is empty: with -m, Python would import from the current one first.
             process = subprocess.Popen(
                 [sys.executable, "-IS", "-c", _END_WITH_PARENT, str(os.getpid()), *command.argv],
-                env=dict(command.env),
+                env={**command.env, _MARK: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -260,22 +264,27 @@ def _signals_deferred() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _stop(children: Sequence[Child], ports: Ports, ledger: Ledger, *, grace_s: float) -> str | None:
+def _stop(
+    children: Sequence[Child], ports: Ports, ledger: Ledger, *, mark: str, grace_s: float
+) -> str | None:
     """``_stop_all``, not to be interrupted: it is bounded by ``grace_s`` and some seconds each."""
     with _signals_deferred():
-        return _stop_all(children, ports, ledger, grace_s=grace_s)
+        return _stop_all(children, ports, ledger, mark=mark, grace_s=grace_s)
 
 
 def _stop_all(
-    children: Sequence[Child], ports: Ports, ledger: Ledger, *, grace_s: float
+    children: Sequence[Child], ports: Ports, ledger: Ledger, *, mark: str, grace_s: float
 ) -> str | None:
     """End vLLM, then LMCache, then whatever they left; says what survives, None if nothing does.
 
-    vLLM goes first: it tells LMCache goodbye.
+    vLLM goes first: it tells LMCache goodbye. Processes that carry this launch's ``mark`` are the
+    servers' too, wherever they moved to.
     """
     record_tree(children, ledger)
     for child in children:
         _stop_one(child, ledger, grace_s=grace_s)
+    for stray in processes.carrying(_MARK, mark):
+        ledger.started(stray, "stray")
     survivors = processes.kill(ledger.known)
     processes.unlink_segments(identity.pid for identity in ledger.known)
     for identity in ledger.known:

@@ -115,6 +115,24 @@ def group_members(group: int) -> list[Identity]:
     return members
 
 
+def carrying(name: str, value: str) -> list[Identity]:
+    """Live processes started with the environment variable ``name`` set to ``value``.
+
+    A process that forked twice and left its session has no parent and no group of ours any more;
+    what it inherited it still has. Other users' environments cannot be read and are not ours.
+    """
+    entry = f"{name}={value}".encode()
+    found = []
+    for pid in psutil.pids():
+        try:
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is somebody else's
+            continue
+        if entry in entries and (identity := identify(pid)) is not None:
+            found.append(identity)
+    return found
+
+
 def wait_gone(identities: Iterable[Identity], *, timeout_s: float) -> list[Identity]:
     """Those still alive after at most ``timeout_s``."""
     until = time.monotonic() + timeout_s

@@ -353,6 +353,27 @@ def test_a_child_that_outlives_its_server_is_ended_too(tmp_path: Path):
     assert child in recorded(tmp_path)
 
 
+def test_a_grandchild_that_forked_twice_and_left_the_session_is_found_at_the_stop(tmp_path: Path):
+    # A51: after readiness, so no scan of the running tree has seen it.
+    code = """
+    daemon = "import os,sys,time\\nif os.fork(): os._exit(0)\\nos.setsid()\\nif os.fork(): os._exit(0)\\n"
+    daemon += "open('daemon','w').write(str(os.getpid()))\\ntime.sleep(99)"
+    time.sleep(1.5)
+    subprocess.run([sys.executable, "-c", daemon])
+    stop.wait()
+    os._exit(0)
+    """
+    with stub(tmp_path, SERVING + code):
+        until = time.monotonic() + 20
+        while not (tmp_path / "daemon").exists() or not (tmp_path / "daemon").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        daemon = identify(int((tmp_path / "daemon").read_text()))
+        assert daemon is not None
+    assert not is_alive(daemon)
+    assert daemon in recorded(tmp_path)
+
+
 def test_ten_mebibytes_of_log_before_ready_do_not_stop_a_server(run, tmp_path: Path):
     # A54
     with run(BASELINE, {"stderr_bytes": 10 * 2**20}):
