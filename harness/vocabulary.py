@@ -1,12 +1,91 @@
-"""One word for each thing the harness shows, wherever it shows it."""
+"""One word and one colour for each thing the harness shows, wherever it shows it.
 
-SOURCE_WORDS = {
-    "recomputed": "recomputed",
-    "gpu+recomputed": "part GPU hit, rest recomputed",
-    "gpu+host": "part GPU hit, rest host-loaded",
-    "host": "host-loaded",
-    "gpu": "GPU hit",
+No colour is written anywhere else. What is drawn on the page keeps 3:1 contrast on its light and on
+its dark ground (WCAG 2.2, 1.4.11), and what one chart tells apart by colour stays apart for every
+kind of colour blindness (``tests/unit/harness/test_vocabulary.py``).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where prompt tokens came from. ``field``: its name in JSON, less any ``_tokens``."""
+
+    field: str
+    word: str
+    colour: str
+
+
+COMPUTED = Source("computed", "computed", "#8b8f98")
+GPU_HIT = Source("gpu_hit", "GPU hit", "#2f7fd6")
+HOST_LOADED = Source("host_loaded", "host-loaded", "#d97706")
+SOURCES = (COMPUTED, GPU_HIT, HOST_LOADED)
+
+REQUEST_SOURCES = {
+    "recomputed": (COMPUTED,),
+    "gpu+recomputed": (GPU_HIT, COMPUTED),
+    "gpu+host": (GPU_HIT, HOST_LOADED),
+    "host": (HOST_LOADED,),
+    "gpu": (GPU_HIT,),
 }
+"""The classes of ``sim.split``: where a request's document came from. Mixed: both its parts."""
+
+
+def _in_words(parts: tuple[Source, ...]) -> str:
+    first, *rest = (part.word for part in parts)
+    return f"part {first}, rest {rest[0]}" if rest else first
+
+
+SOURCE_WORDS = {name: _in_words(parts) for name, parts in REQUEST_SOURCES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How an arm is drawn: ``shape`` as Vega names it, ``glyph`` the same as text."""
+
+    colour: str
+    shape: str
+    glyph: str
+
+
+BASELINE_MARK = Mark("#94691a", "circle", "●")
+TREATMENT_MARK = Mark("#7a4dff", "square", "■")
+CONTROL_MARK = Mark("#d0229b", "triangle-up", "▲")
+
+# Seven colours and four shapes have no common factor: 28 arms of an import before a mark repeats.
+OTHER_ARM_COLOURS = ("#a855f7", "#db2777", "#65a30d", "#a16207", "#64748b", "#0891b2", "#7c6f64")
+OTHER_ARM_SHAPES = {
+    "diamond": "◆", "triangle-down": "▼",
+    "triangle-right": "▶\ufe0e", "triangle-left": "◀\ufe0e",  # \ufe0e: as text, never an emoji
+}  # fmt: skip
+
+START, WARMUP, STOP = "start", "warmup", "stop"
+PHASE_COLOURS = {START: "#71757d", WARMUP: "#b88100", STOP: "#71757d"}
+# By position, since passes have any name; unlike every source's and arm's colour.
+PASS_COLOURS = ("#12a55c", "#9537be", "#0d7321", "#eb47ba", "#ba52ff")
+
+FAILED = "#dc2626"
+NOT_COMPUTED = ("#f1f7f2", "#3f8f63")
+"""Ends of the ramp of a share of tokens that were not computed, from none to most."""
+
+PAPER, INK, DIM = "#ffffff", "#1a1d21", "#5b6470"
+
+PAGE = {
+    "light": {
+        "bg": PAPER, "fg": INK, "dim": DIM, "line": "#dde1e6", "card": "#f6f7f9",
+        "good": "#047857", "bad": "#b91c1c", "open": "#92600a", "link": "#1d4ed8",
+    },
+    "dark": {
+        "bg": "#0f1318", "fg": "#e6e9ed", "dim": "#9aa4b1", "line": "#2a313a", "card": "#171c23",
+        "good": "#34d399", "bad": "#f87171", "open": "#fbbf24", "link": "#93c5fd",
+    },
+    "print": {
+        "bg": PAPER, "fg": "#000000", "dim": "#444444", "line": "#bbbbbb", "card": PAPER,
+        "good": "#065f46", "bad": "#991b1b", "open": "#78500a", "link": "#000000",
+    },
+}  # fmt: skip
+"""The report's CSS variables in each mode."""
 
 
 def ms(value: float) -> str:

@@ -30,9 +30,10 @@ from typing import Any
 
 import numpy as np
 
+from harness.charting import save
 from harness.traces.curves import Replay, run_curve, run_surface
 from harness.traces.load import TraceOptions, load
-from harness.traces.plots import cliff, heat_map, save
+from harness.traces.plots import cliff, heat_map
 from sim.curves import compiled
 from sim.curves.convert import lookup_events
 from sim.curves.readers import parse_trace, read_trace

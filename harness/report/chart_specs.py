@@ -1,50 +1,42 @@
 """Vega-Lite specifications of the report's charts, from rows that are ready to draw.
 
-Text and grid are drawn in ``currentColor``, so light, dark and print need no second drawing; the
-data colours keep 3:1 contrast on white and on near-black. Arms differ in shape as well as colour.
+Arms differ in shape as well as colour (``harness.vocabulary``).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
+from harness.charting import FADED, FONT_SIZE, log_ticks, on_page
 from harness.plan.labels import BASELINE, CONTROL
+from harness.vocabulary import (
+    BASELINE_MARK,
+    CONTROL_MARK,
+    FAILED,
+    OTHER_ARM_COLOURS,
+    OTHER_ARM_SHAPES,
+    SOURCES,
+    TREATMENT_MARK,
+    Mark,
+)
 
 Rows = Sequence[Mapping[str, Any]]
 
-ORANGE, BLUE, TEAL, GREY = "#d97706", "#3b82f6", "#0d9488", "#8b8f98"
-ArmStyle = tuple[str, str]
-"""Colour and shape of an arm's marks."""
 
-_BASE_STYLE, _TREATMENT_STYLE, _CONTROL_STYLE = (
-    (ORANGE, "circle"),
-    (BLUE, "square"),
-    (TEAL, "triangle-up"),
-)
-# Seven colours and four shapes have no common factor: 28 arms of an import before a mark repeats.
-_OTHER_COLOURS = ("#a855f7", "#db2777", "#65a30d", "#a16207", "#64748b", "#0891b2", "#7c6f64")
-_OTHER_SHAPES = ("diamond", "triangle-down", "triangle-right", "triangle-left")
-SOURCE_STYLE = {"computed": ORANGE, "GPU hit": TEAL, "host-loaded": BLUE}
-PHASES = {"start": GREY, "warmup": "#0891b2", "stop": "#6b7280"}
-# Unlike the arms' and the sources' colours, so that a pass is never taken for an arm.
-PASS_COLOURS = ("#7c3aed", "#db2777", "#65a30d", "#a16207", "#64748b")
-
-
-def arm_styles(arms: Sequence[str], treatment: str | None) -> dict[str, ArmStyle]:
+def arm_marks(arms: Sequence[str], treatment: str | None) -> dict[str, Mark]:
     """A mark for each arm, no two alike: baseline, treatment, control, the others by position."""
-    known = {BASELINE: _BASE_STYLE, treatment: _TREATMENT_STYLE, CONTROL: _CONTROL_STYLE}
+    known = {BASELINE: BASELINE_MARK, treatment: TREATMENT_MARK, CONTROL: CONTROL_MARK}
     others = [arm for arm in arms if arm not in known]
-    styles = {arm: known[arm] for arm in arms if arm in known}
+    marks = {arm: known[arm] for arm in arms if arm in known}
+    shapes = list(OTHER_ARM_SHAPES.items())
     for i, arm in enumerate(others):
-        colour = _OTHER_COLOURS[i % len(_OTHER_COLOURS)]
-        styles[arm] = (colour, _OTHER_SHAPES[i % len(_OTHER_SHAPES)])
-    return styles
+        marks[arm] = Mark(OTHER_ARM_COLOURS[i % len(OTHER_ARM_COLOURS)], *shapes[i % len(shapes)])
+    return marks
 
 
 def ttft_spec(
-    values: Rows, *, arms: Mapping[str, ArmStyle], domain: Sequence[float], legend: bool
+    values: Rows, *, arms: Mapping[str, Mark], domain: Sequence[float], legend: bool
 ) -> dict[str, Any]:
     """TTFT by position in the pass; ``values`` have ``n, ttft, arm, failed`` and the tooltip."""
     base = _chart(values).encode(
@@ -58,7 +50,7 @@ def ttft_spec(
             "ttft:Q",
             title="TTFT, ms (log)",
             scale=alt.Scale(type="log", domain=list(domain), nice=False),
-            axis=alt.Axis(format=",~g", values=log_ticks(domain)),
+            axis=alt.Axis(format=",~g", values=log_ticks(*domain)),
         ),
         tooltip=[alt.Tooltip(f"{name}:N", title=title) for name, title in _TTFT_TOOLTIP],
     )
@@ -67,7 +59,7 @@ def ttft_spec(
     layers = [good.encode(color=colour, shape=shape)]
     if any(value["failed"] for value in values):
         bad = base.transform_filter("datum.failed").mark_point(
-            shape="cross", size=60, color="#dc2626", angle=45, filled=True
+            shape="cross", size=60, color=FAILED, angle=45, filled=True
         )
         layers.append(bad)
     return _spec(alt.layer(*layers), height=230)
@@ -102,11 +94,11 @@ def paired_spec(
         ],
     )
     scale = alt.Scale(type="log", domain=list(domain), nice=False)
-    axis = alt.Axis(values=log_ticks(domain), format=",~g")
+    axis = alt.Axis(values=log_ticks(*domain), format=",~g")
     title = f"{quotient} (log)"
     y = alt.Y("low:Q", title=title, scale=scale, axis=axis)
-    bars = base.mark_rule(color=BLUE, strokeWidth=2).encode(y=y, y2="high:Q")
-    points = base.mark_point(color=BLUE, filled=True, size=50).encode(
+    bars = base.mark_rule(color=TREATMENT_MARK.colour, strokeWidth=2).encode(y=y, y2="high:Q")
+    points = base.mark_point(color=TREATMENT_MARK.colour, filled=True, size=50).encode(
         y=alt.Y("ratio:Q", scale=scale, title=title)
     )
     lines = [_level(1.0, scale, [1, 0])]
@@ -116,7 +108,9 @@ def paired_spec(
 
 
 def _level(value: float, scale: alt.Scale, dash: list[float]) -> Any:
-    rule = _chart([{"level": value}]).mark_rule(color="currentColor", opacity=0.6, strokeDash=dash)
+    rule = _chart([{"level": value}]).mark_rule(
+        color="currentColor", opacity=FADED, strokeDash=dash
+    )
     return rule.encode(y=alt.Y("level:Q", scale=scale))
 
 
@@ -128,7 +122,9 @@ def sources_spec(values: Rows, *, seqs: Sequence[int], legend: bool) -> dict[str
     """
     colour = alt.Color(
         "source:N",
-        scale=alt.Scale(domain=list(SOURCE_STYLE), range=list(SOURCE_STYLE.values())),
+        scale=alt.Scale(
+            domain=[source.word for source in SOURCES], range=[source.colour for source in SOURCES]
+        ),
         legend=alt.Legend(orient="top", title=None) if legend else None,
     )
     y = alt.Y(
@@ -162,7 +158,7 @@ def _sparse_axis(seqs: Sequence[int]) -> alt.Axis:
 
 
 def cliff_spec(
-    curve: Mapping[str, Any], *, arms: Mapping[str, ArmStyle], legend: bool
+    curve: Mapping[str, Any], *, arms: Mapping[str, Mark], legend: bool
 ) -> dict[str, Any]:
     """Predicted shares as lines, measured ones as marks, this plan and the working set as rules."""
     colour, shape = _arm_encoding(arms, legend)
@@ -173,16 +169,16 @@ def cliff_spec(
     )
     y = alt.Y(
         "share:Q",
-        title=f"{curve['pass']}: share recomputed",
+        title=f"{curve['pass']}: share computed",
         axis=alt.Axis(format=".0%", tickCount=5),
         scale=alt.Scale(domain=[0, 1]),
     )
     tooltip = [
         alt.Tooltip("arm:N"),
         alt.Tooltip("gpu_tokens:Q", title="GPU tier, tokens", format=","),
-        alt.Tooltip("share:Q", title="recomputed", format=".2%"),
+        alt.Tooltip("share:Q", title="computed", format=".2%"),
     ]
-    lines = _chart(curve["points"]).mark_line(strokeWidth=2, opacity=0.8)
+    lines = _chart(curve["points"]).mark_line(strokeWidth=2)
     points = _chart(curve["measured"]).mark_point(filled=True, size=130, opacity=1)
     return _spec(
         alt.layer(
@@ -202,8 +198,10 @@ def _named_levels(curve: Mapping[str, Any], x: alt.X) -> list[Any]:
             {"gpu_tokens": curve["working_set_tokens"], "what": "working set"},
         ]
     )
-    rules = base.mark_rule(color="currentColor", strokeDash=[4, 4], opacity=0.6)
-    words = base.mark_text(color="currentColor", align="left", dx=4, baseline="top", fontSize=11)
+    rules = base.mark_rule(color="currentColor", strokeDash=[4, 4], opacity=FADED)
+    words = base.mark_text(
+        color="currentColor", align="left", dx=4, baseline="top", fontSize=FONT_SIZE
+    )
     return [rules.encode(x=x), words.encode(x=x, y=alt.value(4), text="what:N")]
 
 
@@ -234,18 +232,17 @@ def timeline_spec(
     return _spec(chart, height=34 * n_sessions + 10)
 
 
-def _arm_encoding(arms: Mapping[str, ArmStyle], legend: bool) -> tuple[alt.Color, alt.Shape]:
-    styles = arms.values()
+def _arm_encoding(arms: Mapping[str, Mark], legend: bool) -> tuple[alt.Color, alt.Shape]:
     key = alt.Legend(orient="top", title=None) if legend else None
     return (
         alt.Color(
             "arm:N",
-            scale=alt.Scale(domain=list(arms), range=[colour for colour, _ in styles]),
+            scale=alt.Scale(domain=list(arms), range=[mark.colour for mark in arms.values()]),
             legend=key,
         ),
         alt.Shape(
             "arm:N",
-            scale=alt.Scale(domain=list(arms), range=[shape for _, shape in styles]),
+            scale=alt.Scale(domain=list(arms), range=[mark.shape for mark in arms.values()]),
             legend=key,
         ),
     )
@@ -257,44 +254,4 @@ def _chart(values: Sequence[Mapping[str, Any]]) -> alt.Chart:
 
 
 def _spec(chart: Any, *, height: int) -> dict[str, Any]:
-    """As a dictionary, as wide as its place on the page."""
-    spec: dict[str, Any] = (
-        chart.properties(width="container", height=height)
-        .configure(
-            background="transparent",
-            autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
-            font="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif",
-            aria=False,  # the figure has one text alternative; hundreds of marks would be noise
-        )
-        .configure_view(stroke=None)
-        .configure_axis(
-            labelColor="currentColor",
-            titleColor="currentColor",
-            domainColor="currentColor",
-            tickColor="currentColor",
-            gridColor="currentColor",
-            gridOpacity=0.12,
-            domainOpacity=0.4,
-            tickOpacity=0.4,
-            labelFontSize=11,
-            titleFontSize=11,
-            titleFontWeight="normal",
-        )
-        .configure_legend(labelColor="currentColor", titleColor="currentColor", labelFontSize=11)
-        .to_dict(validate=False)
-    )
-    return spec
-
-
-def log_ticks(domain: Sequence[float]) -> list[float]:
-    """1, 2, 5, 10, … inside ``domain``; where those are fewer than three, even steps."""
-    low, high = domain
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    if len(ticks) > 2:
-        return ticks
-    least = (high - low) / 5
-    power_of_ten = 10.0 ** math.floor(math.log10(least))
-    step = next(n * power_of_ten for n in (1, 2, 5, 10) if n * power_of_ten >= least)
-    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return on_page(chart.to_dict(validate=False), height=height)

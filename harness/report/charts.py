@@ -8,16 +8,14 @@ from typing import Any
 
 from harness.plan.labels import BASELINE, CONTROL
 from harness.report.chart_specs import (
-    PASS_COLOURS,
-    PHASES,
-    ArmStyle,
-    arm_styles,
+    arm_marks,
     cliff_spec,
     paired_spec,
     sources_spec,
     timeline_spec,
     ttft_spec,
 )
+from harness.vocabulary import PASS_COLOURS, PHASE_COLOURS, SOURCES, START, STOP, WARMUP, Mark
 
 # All charts of a kind together: a mark costs 0.4 kB in the file and 1 kB of SVG in the browser, so
 # beyond these they show every k-th request, and say so.
@@ -71,12 +69,12 @@ def _named(figure: Figure, met: Counter[str]) -> Figure:
     return figure if n == 1 else replace(figure, name=f"{figure.name}-{n}")
 
 
-def arms_of(summary: Mapping[str, Any]) -> dict[str, ArmStyle]:
+def arms_of(summary: Mapping[str, Any]) -> dict[str, Mark]:
     """Arms that were measured and their marks: those compared first, control, the others."""
     treatment = summary["compared"][1]
     found = {arm: None for content in summary["passes"].values() for arm in content["arms"]}
     first = [arm for arm in (BASELINE, treatment, CONTROL) if arm in found]
-    return arm_styles([*first, *sorted(found.keys() - set(first))], treatment)
+    return arm_marks([*first, *sorted(found.keys() - set(first))], treatment)
 
 
 def thinned(rows: Sequence[Any], most: int) -> Sequence[Any]:
@@ -86,11 +84,11 @@ def thinned(rows: Sequence[Any], most: int) -> Sequence[Any]:
 
 def phase_colours(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Phase and colour of the timeline, in order, for a legend outside the chart."""
-    yield "start", PHASES["start"]
-    yield "warmup", PHASES["warmup"]
+    yield START, PHASE_COLOURS[START]
+    yield WARMUP, PHASE_COLOURS[WARMUP]
     for i, name in enumerate(summary["passes"]):
         yield name, PASS_COLOURS[i % len(PASS_COLOURS)]
-    yield "stop", PHASES["stop"]
+    yield STOP, PHASE_COLOURS[STOP]
 
 
 def _slug(*words: str) -> str:
@@ -164,10 +162,7 @@ def _predicted(row: Mapping[str, Any]) -> str:
 def _split(tokens: Mapping[str, Any] | None) -> str:
     if tokens is None or tokens["computed"] is None:
         return "unknown"
-    return (
-        f"{tokens['computed']:,} computed, {tokens['gpu_hit']:,} GPU, "
-        f"{tokens['host_loaded']:,} host"
-    )
+    return ", ".join(f"{tokens[source.field]:,} {source.word}" for source in SOURCES)
 
 
 def _paired(summary: Mapping[str, Any], most: int) -> Iterator[Figure]:
@@ -194,9 +189,6 @@ def _paired(summary: Mapping[str, Any], most: int) -> Iterator[Figure]:
             ),
             len(shown), len(pair["documents"]),
         )  # fmt: skip
-
-
-_FIELDS = {"computed": "computed", "gpu_hit": "GPU hit", "host_loaded": "host-loaded"}
 
 
 def _sources(
@@ -235,16 +227,16 @@ def _bars(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {
             "seq": row["seq"],
             "where": f"{row['pass']}, document {row['doc']}",
-            "source": word,
+            "source": source.word,
             "kind": kind,
-            "tokens": row[kind][name],
-            "signed": row[kind][name] if kind == "measured" else -row[kind][name],
+            "tokens": row[kind][source.field],
+            "signed": row[kind][source.field] * (1 if kind == "measured" else -1),
         }
         for row in rows
         for kind in ("measured", "predicted")
         if row[kind] is not None
-        for name, word in _FIELDS.items()
-        if row[kind][name]
+        for source in SOURCES
+        if row[kind][source.field]
     ]
 
 
@@ -254,7 +246,7 @@ def _cliff(summary: Mapping[str, Any], legend: bool) -> Iterator[Figure]:
         return
     yield Figure(
         "cliff", "cliff", curve["pass"],
-        f"Predicted share of {curve['pass']} that is recomputed against the size of the GPU tier, "
+        f"Predicted share of {curve['pass']} that is computed against the size of the GPU tier, "
         f"with the measured points. This plan has {curve['gpu_tokens']:,} tokens of GPU tier for a "
         f"working set of {curve['working_set_tokens']:,}.",
         cliff_spec(curve, arms=arms_of(summary), legend=legend),

@@ -16,9 +16,9 @@ import vl_convert
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
+from harness.charting import VEGA_LITE, on_paper, save
 from harness.errors import InputError
 from harness.files import write_atomically
-from harness.report.chart_specs import SOURCE_STYLE
 from harness.report.charts import (
     MOST_MARKS,
     Figure,
@@ -28,24 +28,12 @@ from harness.report.charts import (
     thinned,
 )
 from harness.verdict.schema import read_published
+from harness.vocabulary import FAILED, PAGE, REQUEST_SOURCES, SOURCE_WORDS, SOURCES
 from sim.geometry import GIB
 
-VEGA_LITE = "6.4"
 _MOST_REQUESTS = 2_000  # rows of the table of requests; the files have them all
 _MOST_BYTES = 6_000_000
 _NOTHING = "–"
-_GLYPHS = {
-    "circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "triangle-down": "▼",
-    "triangle-right": "▶\ufe0e", "triangle-left": "◀\ufe0e",  # \ufe0e: as text, never an emoji
-}  # fmt: skip
-
-SOURCE_WORDS = {
-    "recomputed": "recomputed",
-    "gpu+recomputed": "part GPU hit, rest recomputed",
-    "gpu+host": "part GPU hit, rest host-loaded",
-    "host": "host-loaded",
-    "gpu": "GPU hit",
-}
 
 
 def write_report(
@@ -76,17 +64,13 @@ def _write_charts(
     png: bool,
     svg: bool,
 ) -> Iterable[Path]:
-    """``<out>-<chart>.png`` and ``.svg``, on white, 720 pixels wide."""
+    """``<out>-<chart>.png`` and ``.svg``, each to stand alone."""
     written = []
     for figure in figures(summary, reconciliation, legend=True):
-        spec = {**figure.spec, "width": 640, "background": "white", "title": figure.title}
-        path = out.with_name(f"{out.stem}-{figure.name}.svg")
-        if svg:
-            write_atomically(path, vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE))
-            written.append(path)
-        if png:
-            path = path.with_suffix(".png")
-            write_atomically(path, vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=2))
+        chart = on_paper(figure.spec, figure.title)
+        for ending in [ending for ending, wanted in ((".svg", svg), (".png", png)) if wanted]:
+            path = out.with_name(f"{out.stem}-{figure.name}{ending}")
+            save(chart, path)
             written.append(path)
     return written
 
@@ -118,12 +102,14 @@ def _render(summary: Mapping[str, Any], reconciliation: Mapping[str, Any], share
         span=_span({"s": summary, "r": reconciliation}),
         figures=_by_kind(found),
         requests=shown,
-        arms=[(arm, colour, _GLYPHS[s]) for arm, (colour, s) in arms_of(summary).items()],
-        sources=SOURCE_STYLE.items(),
+        arms=arms_of(summary).items(),
+        failed=FAILED,
+        sources=SOURCES,
         phases=list(phase_colours(summary)),
         source_words=SOURCE_WORDS,
+        source_parts=REQUEST_SOURCES,
         fact=_fact,
-        css=Markup(_asset("report.css")),  # ours, not data
+        css=Markup(_page_colours() + _asset("report.css")),  # ours, not data
         script=Markup(_asset("report.js")),
         vega=Markup(_vega()),
         specs=_inline_json([figure.spec for figure in found]),
@@ -150,6 +136,17 @@ def _template(name: str) -> Template:
 
 def _asset(name: str) -> str:
     return (resources.files("harness.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _page_colours() -> str:
+    """The palette as CSS variables: light, dark where the reader's system is, and for print."""
+    light, dark, paper = (
+        ":root {" + "".join(f" --{name}:{colour};" for name, colour in PAGE[mode].items()) + " }"
+        for mode in ("light", "dark", "print")
+    )
+    return (
+        f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n@media print {{ {paper} }}\n"
+    )
 
 
 @cache

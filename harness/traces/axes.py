@@ -1,41 +1,10 @@
-"""What the plots of traces share: a chart's frame, its axes, and capacities in words."""
+"""What the plots of traces share: their axes, capacities in words, and text that stays readable."""
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
+from harness.charting import Chart, log_ticks
 from harness.traces.load import Loaded
-
-Chart = dict[str, Any]
-"""A Vega-Lite document, or a part of one."""
-
-BLUE, ORANGE, GREEN, GREY, INK = "#2b6cb0", "#c05621", "#2f855a", "#718096", "#1a202c"
-WIDTH, HEIGHT = 620, 340
-_SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
-
-
-def framed(title: str | list[str], about: str | list[str], layers: list[Chart]) -> Chart:
-    """A whole chart: the finding as its title, below it what it is ``about``."""
-    return {
-        "$schema": _SCHEMA,
-        "title": {"text": title, "subtitle": about, "anchor": "start", "fontSize": 15,
-                  "subtitleColor": GREY, "subtitleFontSize": 12, "offset": 12},
-        "width": WIDTH,
-        "height": HEIGHT,
-        "background": "white",
-        "padding": 12,
-        "config": {"font": "DejaVu Sans, Arial, sans-serif",
-                   "axis": {"gridOpacity": 0.5, "labelFontSize": 12, "titleFontSize": 12,
-                            "titleFontWeight": "normal", "titlePadding": 10},
-                   "legend": {"labelFontSize": 12, "titleFontSize": 12,
-                              "titleFontWeight": "normal"}},
-        "layer": layers,
-    }  # fmt: skip
-
-
-def layer(values: Sequence[Any], mark: Chart, **encoding: Any) -> Chart:
-    """One layer of a chart, with its own values."""
-    return {"data": {"values": list(values)}, "mark": mark, "encoding": encoding}
+from harness.vocabulary import PAPER
 
 
 def share_axis(title: str, top: float) -> Chart:
@@ -65,7 +34,7 @@ def tokens_axis(title: str, loaded: Loaded, tokens: Sequence[float]) -> Chart:
     low, high = min(tokens), max(tokens)
     if low == high:
         low, high = low / 2, high * 2
-    label: Chart = {"title": f"{title} (tokens)", "format": "~s", "values": _log_ticks(low, high)}
+    label: Chart = {"title": f"{title} (tokens)", "format": "~s", "values": log_ticks(low, high)}
     gib_per_block = loaded.ruler.gib(1)
     if gib_per_block is not None:
         per_token = gib_per_block / loaded.ruler.block_tokens
@@ -79,16 +48,6 @@ def tokens_axis(title: str, loaded: Loaded, tokens: Sequence[float]) -> Chart:
         "scale": {"type": "log", "nice": False, "domain": [low, high]},
         "axis": label,
     }
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten in [low, high], with 2 and 5 times them where there are few."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
-        ticks = [step * 10.0**k for k in decades for step in steps if low <= step * 10.0**k <= high]
-        if len(ticks) >= 4:
-            return ticks
-    return [low, math.sqrt(low * high), high] if len(ticks) < 2 else ticks
 
 
 def kv(loaded: Loaded, tokens: int, tier: str) -> str:
@@ -114,4 +73,4 @@ def _short(tokens: float) -> str:
 
 def rimmed(colour: str) -> tuple[Chart, Chart]:
     """A text twice, first its white rim: readable over lines and cells."""
-    return {"stroke": "white", "strokeWidth": 3}, {"color": colour}
+    return {"stroke": PAPER, "strokeWidth": 3}, {"color": colour}

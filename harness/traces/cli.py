@@ -16,7 +16,7 @@ from harness.traces.tables import ReadProgress, show_trace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from harness.traces.axes import Chart
+    from harness.charting import Chart
     from harness.traces.load import Loaded, TraceOptions
 
 Trace = Annotated[
@@ -272,7 +272,7 @@ def _load(trace: str, options: "TraceOptions", model: str | None, kv_dtype: str)
 
 def _check_outputs(trace: str, plots: list[Path] | None, csv: Path | None) -> None:
     """Refuse what cannot be written before a long trace is read, or half of it written."""
-    from harness.traces.plots import check_ending
+    from harness.charting import check_ending
 
     for path in plots or ():
         check_ending(path)
@@ -299,7 +299,7 @@ def _give(
     as_json: bool,
 ) -> None:
     """The files asked for, then the answer itself."""
-    from harness.traces.plots import save
+    from harness.charting import save
     from harness.traces.tables import readable, write_csv
 
     chart = draw() if plots else {}  # first: what cannot be drawn leaves no file behind

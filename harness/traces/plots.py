@@ -1,54 +1,39 @@
-"""Plots of curves and surfaces: Vega-Lite charts, rendered by vl-convert without a browser.
+"""Plots of curves and surfaces, as Vega-Lite charts to stand on paper."""
 
-The charts are plain Vega-Lite documents: importing Altair to write them would cost half of the two
-seconds a cold `kvcliff curve TRACE --plot FILE.png` may take.
-"""
-
-import json
 import math
-import zlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from harness.charting import FADED, HEIGHT, WIDTH, Chart, layer, on_paper
 from harness.errors import InputError
-from harness.traces.axes import (
-    BLUE,
-    GREEN,
-    GREY,
-    HEIGHT,
-    INK,
-    ORANGE,
-    WIDTH,
-    Chart,
-    framed,
-    kv,
-    layer,
-    nice_bound,
-    rimmed,
-    share_axis,
-    sizes,
-    tokens_axis,
-)
+from harness.traces.axes import kv, nice_bound, rimmed, share_axis, sizes, tokens_axis
 from harness.traces.curves import CurveRun, SurfaceRun
-from harness.traces.load import Loaded, writing
+from harness.traces.load import Loaded
+from harness.vocabulary import (
+    COMPUTED,
+    DIM,
+    GPU_HIT,
+    HOST_LOADED,
+    INK,
+    NOT_COMPUTED,
+    PAPER,
+    SOURCES,
+)
 from sim.curves.stack import Curve
 
 _Box = tuple[float, float, float, float]
 """Left, top, right, bottom in pixels of the plot."""
 
-ENDINGS = (".png", ".svg", ".html", ".json")
 TARGET = 0.95
 """Share of the ideal whose capacity the plots are about."""
 
-_SOURCES = {"computed": "#cbd5e0", "host-loaded": ORANGE, "GPU hit": BLUE}
 _MARGIN = 80
 """Pixels a text may stand out of the plot to the right."""
 
 _CHARACTER, _LINE = 7.2, 15.0
-"""Pixels a letter and a line of 12 px take at most, in the fonts of ``framed``."""
+"""Pixels a letter and a line of 12 px take at most, in the fonts of ``charting.THEME``."""
 
 
 def cliff(
@@ -77,20 +62,20 @@ def cliff(
     _place(points, line, x["scale"]["domain"], top)
     ceiling = {"share": ideal, "text": f"never evicting: {ideal:.1%}"}
     layers = [
-        layer([ceiling], {"type": "rule", "color": GREY, "strokeDash": [5, 4]}, y=y),
+        layer([ceiling], {"type": "rule", "color": DIM, "strokeDash": [5, 4]}, y=y),
         # Above the ceiling, where no curve comes.
         *(layer([ceiling], {"type": "text", "align": "left", "x": 6, "dy": -9} | rim, y=y,
-                 text={"field": "text"}) for rim in rimmed(GREY)),
-        layer(points, {"type": "rule", "color": ORANGE, "strokeDash": [2, 3]}, x=x, y=y,
+                 text={"field": "text"}) for rim in rimmed(DIM)),
+        layer(points, {"type": "rule", "color": INK, "opacity": FADED, "strokeDash": [2, 3]}, x=x, y=y,
                y2={"datum": 0}),
-        layer(line, {"type": "line", "color": BLUE, "strokeWidth": 2.5}, x=x, y=y),
-        layer(points, {"type": "point", "filled": True, "size": 90, "color": ORANGE,
+        layer(line, {"type": "line", "color": GPU_HIT.colour, "strokeWidth": 2.5}, x=x, y=y),
+        layer(points, {"type": "point", "filled": True, "size": 90, "color": INK,
                         "opacity": 1}, x=x, y=y),
         *(_note(point, x, y) for point in points),
         *([layer(dots, {"type": "point", "shape": "cross", "size": 110, "strokeWidth": 2.5,
-                         "color": GREEN}, x=x, y=y)] if dots else []),
+                         "color": INK}, x=x, y=y)] if dots else []),
     ]  # fmt: skip
-    return framed(_cliff_title(run, knee), _about(loaded, dots), layers)
+    return on_paper({"layer": layers}, _cliff_title(run, knee), _about(loaded, dots))
 
 
 def _cliff_title(run: CurveRun, knee: int) -> str:
@@ -193,17 +178,16 @@ def sources(run: SurfaceRun) -> Chart:
         raise InputError("the surface has no host capacity above 0 to plot")
     total = max(run.surface.counted_tokens, 1)
     rows = [
-        {"tokens": point["host_blocks"] * block, "source": name, "share": point[field] / total,
-         "order": order}
+        {"tokens": point["host_blocks"] * block, "source": source.word, "order": order,
+         "share": point[f"{source.field}_tokens"] / total}
         for point in points
-        for order, (name, field) in enumerate(
-            (("GPU hit", "gpu_hit_tokens"), ("host-loaded", "host_loaded_tokens"),
-             ("computed", "computed_tokens")))
+        for order, source in enumerate((GPU_HIT, HOST_LOADED, COMPUTED))
     ]  # fmt: skip
     x = tokens_axis("host KV capacity", loaded, [row["tokens"] for row in rows])
     y = share_axis("prompt tokens by source", 1.0) | {"stack": "zero"}
     color = {"field": "source", "type": "nominal", "legend": {"title": None},
-             "scale": {"domain": list(_SOURCES), "range": list(_SOURCES.values())}}  # fmt: skip
+             "scale": {"domain": [source.word for source in SOURCES],
+                       "range": [source.colour for source in SOURCES]}}  # fmt: skip
     area = layer(rows, {"type": "area", "interpolate": "step-after"}, x=x, y=y, color=color,
                   order={"field": "order", "type": "quantitative"})  # fmt: skip
     most = points[-1]
@@ -211,7 +195,7 @@ def sources(run: SurfaceRun) -> Chart:
         f"{kv(loaded, capacities[0] * block, 'GPU')} serve {most['gpu_hit_tokens'] / total:.1%} of "
         f"the prompt tokens; a host tier up to {most['host_loaded_tokens'] / total:.1%} more"
     )
-    return framed(said, _about(loaded), [area])
+    return on_paper({"layer": [area]}, said, _about(loaded))
 
 
 def heat_map(run: SurfaceRun) -> Chart:
@@ -236,7 +220,7 @@ def heat_map(run: SurfaceRun) -> Chart:
     served = {
         "field": "served",
         "type": "quantitative",
-        "scale": {"scheme": "blues", "domain": [min(shares), max(*shares, min(shares) + 0.01)]},
+        "scale": {"range": list(NOT_COMPUTED), "domain": [min(shares), max(*shares, min(shares) + 0.01)]},
         "legend": {"format": ".1~%", "title": ["prompt tokens", "not computed"],
                    "gradientLength": 200},
     }  # fmt: skip
@@ -247,82 +231,10 @@ def heat_map(run: SurfaceRun) -> Chart:
     ends = [max(min(gpu.values())[0], min(host.values())[0]),
             min(max(gpu.values())[1], max(host.values())[1])]  # fmt: skip
     equal = layer([{"x": end, "y": end} for end in ends if ends[0] < ends[1]],
-                   {"type": "line", "color": GREY, "strokeDash": [2, 4]}, x=x, y=y)  # fmt: skip
+                   {"type": "line", "color": INK, "strokeDash": [2, 4]}, x=x, y=y)  # fmt: skip
     about = [_about(loaded), "dotted: host = GPU; a host tier below it adds almost nothing"]
-    return framed(
-        _surface_title(run, gpu_alone, host_alone),
-        about,
-        [rects, equal, *_contours(cells, x, y, target=target)],
-    )
-
-
-def save(chart: Chart, path: Path) -> None:
-    """Write ``chart`` as PNG, SVG, one offline HTML file or Vega-Lite JSON, by ``path``'s ending.
-
-    The file is whole or absent. Raises InputError for another ending or a place that cannot be
-    written.
-    """
-    check_ending(path)
-    content = _RENDER[path.suffix](chart)
-    part = path.with_name(path.name + ".part")
-    with writing(path):
-        try:
-            part.write_bytes(content)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def check_ending(path: Path) -> None:
-    """Raise InputError unless ``path`` ends in one of ``ENDINGS``."""
-    if path.suffix not in ENDINGS:
-        raise InputError(f"the plot {str(path)!r} must end in {', '.join(ENDINGS)}")
-
-
-def _png(chart: Chart) -> bytes:
-    import vl_convert
-
-    return _packed(bytes(vl_convert.vegalite_to_png(chart, scale=2)))
-
-
-def _packed(png: bytes) -> bytes:
-    """The same picture in a quarter of the bytes: vl-convert 1.9 hardly compresses its pixels."""
-    parts, pixels, at = [png[:8]], b"", 8
-    while at < len(png):
-        end = at + 12 + int.from_bytes(png[at : at + 4], "big")
-        if png[at + 4 : at + 8] == b"IDAT":
-            pixels += png[at + 8 : end - 4]
-        else:
-            parts.append(png[at:end])
-        at = end
-    body = b"IDAT" + zlib.compress(zlib.decompress(pixels), 6)
-    size, check = len(body) - 4, zlib.crc32(body)
-    parts.insert(-1, size.to_bytes(4, "big") + body + check.to_bytes(4, "big"))
-    return b"".join(parts)
-
-
-def _svg(chart: Chart) -> bytes:
-    import vl_convert
-
-    return str(vl_convert.vegalite_to_svg(chart)).encode()
-
-
-def _html(chart: Chart) -> bytes:
-    import vl_convert
-
-    return str(vl_convert.vegalite_to_html(chart, bundle=True)).encode()
-
-
-def _json(chart: Chart) -> bytes:
-    return (json.dumps(chart, indent=1) + "\n").encode()
-
-
-_RENDER: dict[str, Callable[[Chart], bytes]] = {
-    ".png": _png,
-    ".svg": _svg,
-    ".html": _html,
-    ".json": _json,
-}
+    layers = [rects, equal, *_contours(cells, x, y, target=target)]
+    return on_paper({"layer": layers}, _surface_title(run, gpu_alone, host_alone), about)
 
 
 def _borders(capacities: Sequence[int]) -> dict[int, tuple[float, float]]:
@@ -373,16 +285,16 @@ def _contours(cells: Sequence[Chart], x: Chart, y: Chart, *, target: float) -> l
         path = _contour(cells, level)
         if not path:
             continue
-        colour, width = (ORANGE, 2.5) if level == target else (INK, 1.0)
-        for style in ({"color": "white", "strokeWidth": width + 2, "opacity": 0.6},
-                      {"color": colour, "strokeWidth": width}):  # fmt: skip
+        width = 2.5 if level == target else 1.0
+        for style in ({"color": PAPER, "strokeWidth": width + 2, "opacity": FADED},
+                      {"color": INK, "strokeWidth": width}):  # fmt: skip
             layers.append(layer(path, {"type": "line", **style}, x=x, y=y,
                                  order={"field": "at", "type": "quantitative"}))  # fmt: skip
         height = float((np.log(path[0]["y"]) - low) / (high - low) * HEIGHT)
         if all(abs(height - other) > _LINE for other in heights):
             heights.append(height)
             text = f"{level:.0%}" + (f": {TARGET:.0%} of the ideal" if level == target else "")
-            layers += _halo({**path[0], "text": text}, x, y, colour, is_low=height < HEIGHT - 20)
+            layers += _halo({**path[0], "text": text}, x, y, is_low=height < HEIGHT - 20)
     return layers
 
 
@@ -406,8 +318,8 @@ def _contour(cells: Sequence[Chart], level: float) -> list[Chart]:
     return [{"x": x, "y": y, "at": at} for at, (x, y) in enumerate(ends)]
 
 
-def _halo(label: Chart, x: Chart, y: Chart, colour: str, *, is_low: bool) -> list[Chart]:
+def _halo(label: Chart, x: Chart, y: Chart, *, is_low: bool) -> list[Chart]:
     """A text readable on any colour, above the point it belongs to, or below at the plot's top."""
     place = {"type": "text", "align": "left", "dx": 6, "dy": -9 if is_low else 10, "fontSize": 12,
              "fontWeight": "bold"}  # fmt: skip
-    return [layer([label], place | rim, x=x, y=y, text={"field": "text"}) for rim in rimmed(colour)]
+    return [layer([label], place | rim, x=x, y=y, text={"field": "text"}) for rim in rimmed(INK)]

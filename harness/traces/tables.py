@@ -10,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from harness.console import err, out, say, table_of
 from harness.traces.load import share_of, writing
+from harness.vocabulary import SOURCES
 
 _MOST_PAIRS = 100
 """Pairs of a surface that are printed as text."""
@@ -57,16 +58,12 @@ def _thinned(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _pair_row(point: dict[str, Any]) -> dict[str, Any]:
-    total = sum(point[f"{source}_tokens"] for source in ("gpu_hit", "host_loaded", "computed"))
+    total = sum(point[f"{source.field}_tokens"] for source in SOURCES)
     row = {"GPU blocks": point["gpu_blocks"], "host blocks": point["host_blocks"]}
     if point["gpu_gib"] is not None:
         row |= {"GPU GiB": point["gpu_gib"], "host GiB": point["host_gib"]}
-    for name, field in (
-        ("computed", "computed_tokens"),
-        ("GPU hit", "gpu_hit_tokens"),
-        ("host-loaded", "host_loaded_tokens"),
-    ):
-        row[name] = _percent(share_of(point[field], total))
+    for source in SOURCES:
+        row[source.word] = _percent(share_of(point[f"{source.field}_tokens"], total))
     return row
 
 

@@ -10,11 +10,7 @@ from harness.errors import InputError
 from harness.record.folder import RunFolder
 from harness.report import html as report
 from harness.report.chart_specs import (
-    PASS_COLOURS,
-    PHASES,
-    SOURCE_STYLE,
-    arm_styles,
-    log_ticks,
+    arm_marks,
     sources_spec,
 )
 from harness.report.charts import figures, thinned
@@ -235,47 +231,12 @@ def test_an_unknown_version_of_a_file_is_refused(run: Path) -> None:
         read_published(run)
 
 
-@pytest.mark.parametrize(
-    ("domain", "ticks"),
-    [
-        ((9.0, 600.0), [10, 20, 50, 100, 200, 500]),
-        ((98.2, 104.1), [100, 102, 104]),
-        ((1.1, 9.9), [2, 4, 6, 8]),
-        ((0.97, 1.03), [0.98, 1.0, 1.02]),
-        ((5.1, 9.9), [6, 7, 8, 9]),
-    ],
-)
-def test_a_log_axis_has_labels_however_narrow_it_is(
-    domain: tuple[float, float], ticks: list[float]
-) -> None:
-    assert log_ticks(domain) == pytest.approx(ticks)
-
-
 def test_no_two_arms_share_a_mark_and_the_known_ones_keep_theirs() -> None:
     arms = ["baseline", "native", "control", *(f"x{i}" for i in range(28))]
-    styles = arm_styles(arms, "native")
-    assert len(set(styles.values())) == len(arms) == 31
-    assert styles["baseline"] == arm_styles(["baseline"], None)["baseline"]
-    assert styles["native"] == arm_styles(["lmcache"], "lmcache")["lmcache"]
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_every_data_colour_has_contrast_of_3_on_both_grounds() -> None:
-    # WCAG 2.2, 1.4.11: graphical objects.
-    arms = [f"x{i}" for i in range(7)]
-    colours = {
-        *SOURCE_STYLE.values(), *PHASES.values(), *PASS_COLOURS,
-        *(colour for colour, _ in arm_styles(["baseline", "t", "control", *arms], "t").values()),
-    }  # fmt: skip
-    for colour in colours:
-        for ground in ("#ffffff", "#0f1318"):
-            pair = sorted([luminance(colour), luminance(ground)])
-            assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 3, (colour, ground)
+    marks = arm_marks(arms, "native")
+    assert len(set(marks.values())) == len(arms) == 31
+    assert marks["baseline"] == arm_marks(["baseline"], None)["baseline"]
+    assert marks["native"] == arm_marks(["lmcache"], "lmcache")["lmcache"]
 
 
 def test_an_empty_pair_or_span_is_one_dash(run: Path) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import typer
 
+from harness.charting import HEIGHT, save
 from harness.errors import InputError
 from harness.traces import plots
-from harness.traces.axes import HEIGHT
 from harness.traces.cli import add_to
 from harness.traces.curves import Replay, read_measured, run_curve, run_surface
 from harness.traces.load import Loaded, TraceOptions, compile_trace, convert_trace, describe, load
 from harness.traces.tables import readable, write_csv
+from harness.vocabulary import PAPER
 from sim.curves.capacity import Ruler, spaced
 from sim.curves.synthetic import random_trace
 from sim.curves.tree import build_tree
@@ -361,9 +362,9 @@ def test_plots_are_files_of_their_kind(loaded: Loaded, tmp_path: Path) -> None:
         ("map", plots.heat_map(surface)),
         ("sources", plots.sources(run_surface(loaded, Replay(), gpu="3"))),
     ):
-        plots.save(plot, tmp_path / f"{name}.png")
+        save(plot, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    plots.save(chart, tmp_path / "c.svg")
+    save(chart, tmp_path / "c.svg")
     svg = (tmp_path / "c.svg").read_text()
     for text in ("your GPU", "10.0% of blocks", "1.54k tokens", "95% of the ideal", "3.07k tokens",
                  "never evicting: 40.0%", "GiB"):  # fmt: skip
@@ -371,7 +372,7 @@ def test_plots_are_files_of_their_kind(loaded: Loaded, tmp_path: Path) -> None:
 
 
 def test_the_html_needs_no_network(loaded: Loaded, tmp_path: Path) -> None:
-    plots.save(plots.cliff(run_curve(loaded, Replay())), tmp_path / "c.html")
+    save(plots.cliff(run_curve(loaded, Replay())), tmp_path / "c.html")
     html = (tmp_path / "c.html").read_text()
     assert not re.search(r"<script[^>]+src=|<link[^>]+href=", html)
 
@@ -393,7 +394,7 @@ def lines_of(chart: dict[str, Any]) -> list[list[dict[str, float]]]:
     """The corners of each contour, without its white rim; the dotted line of equal sizes first."""
     return [
         layer["data"]["values"] for layer in chart["layer"]
-        if layer["mark"]["type"] == "line" and layer["mark"].get("color") != "white"
+        if layer["mark"]["type"] == "line" and layer["mark"].get("color") != PAPER
     ]  # fmt: skip
 
 
@@ -429,7 +430,7 @@ def test_a_map_whose_tokens_are_mostly_computed_has_contours_and_labels_too(
 
 
 def rendered(chart: dict[str, Any], folder: Path) -> str:
-    plots.save(chart, folder / "c.svg")
+    save(chart, folder / "c.svg")
     return (folder / "c.svg").read_text()
 
 
@@ -528,13 +529,13 @@ def test_a_large_surface_is_printed_in_part_and_says_so(loaded: Loaded) -> None:
 def test_a_plot_of_another_kind_or_of_nothing_is_refused(loaded: Loaded, tmp_path: Path) -> None:
     surface = run_surface(loaded, Replay(), gpu="1,2", host="1,2")
     with pytest.raises(InputError, match=r"must end in \.png, \.svg, \.html, \.json"):
-        plots.save({}, tmp_path / "c.pdf")
+        save({}, tmp_path / "c.pdf")
     for gpu, kind in (("0", "host"), ("0,0", "host"), ("0,1", "pair of")):
         nothing = run_surface(loaded, Replay(), gpu=gpu, host="0")
         with pytest.raises(InputError, match=f"no {kind} capacit.* above 0 to plot"):
             plots.surface_chart(nothing)
-    with pytest.raises(InputError, match="cannot write"):
-        plots.save(plots.heat_map(surface), tmp_path / "no" / "c.json")
+    with pytest.raises(InputError, match="cannot be written: there is no folder"):
+        save(plots.heat_map(surface), tmp_path / "no" / "c.json")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "trace.jsonl"]
 
 
