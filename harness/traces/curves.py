@@ -13,15 +13,15 @@ import numpy as np
 
 from harness.errors import InputError
 from harness.traces.load import SCHEMA, Loaded, head, input_errors, share_of
-from sim.curves import bands, replay
+from sim.curves import bands
 from sim.curves.capacity import spaced
 from sim.curves.concurrent import concurrent_curve, events_of, read_lifetimes
+from sim.curves.policies import POLICY_NAMES, count_hits
 from sim.curves.sources import csv_numbers
 from sim.curves.stack import Curve, curve
 from sim.curves.surface import Surface, surface
-from sim.curves.trace import MOST_TOKENS
+from sim.curves.trace import MOST_TRACE_TOKENS
 
-POLICIES = (*replay.POLICIES, "belady")
 SAMPLES = 400
 """Capacities a plot of a whole curve is drawn from."""
 
@@ -103,8 +103,10 @@ def run_curve(
     """
     with input_errors():
         for policy in policies:
-            if policy not in POLICIES:
-                raise ValueError(f"policy {policy!r} is not known; known: {', '.join(POLICIES)}")
+            if policy not in POLICY_NAMES:
+                raise ValueError(
+                    f"policy {policy!r} is not known; known: {', '.join(POLICY_NAMES)}"
+                )
         exact_from = None
         if concurrency is None:
             found = _serial(loaded, how, engine)
@@ -210,12 +212,7 @@ def _add_policies(loaded: Loaded, points: list[dict[str, Any]], policies: Sequen
     paths = [loaded.tree.ids_of(r).tolist() for r in loaded.order.tolist()]
     for point in points:
         capacity = point["gpu_blocks"]
-        point["policies"] = {
-            policy: replay.belady(paths, capacity)
-            if policy == "belady"
-            else replay.replay(paths, capacity, policy)
-            for policy in policies
-        }
+        point["policies"] = {policy: count_hits(paths, capacity, policy) for policy in policies}
 
 
 def _curve_assumptions(loaded: Loaded, how: Replay, exact_from: int | None) -> list[str]:
@@ -282,7 +279,7 @@ def run_surface(
         raise InputError("a surface knows neither decode blocks nor the forward order")
     chunk = loaded.ruler.block_tokens if chunk_tokens is None else chunk_tokens
     with input_errors():
-        if not 1 <= chunk < MOST_TOKENS:
+        if not 1 <= chunk < MOST_TRACE_TOKENS:
             raise ValueError(f"chunks of {chunk} tokens; they hold at least 1, below 2**61")
         gpu_blocks = _tier_capacities(loaded, gpu)
         host_blocks = _tier_capacities(loaded, host)

@@ -14,9 +14,6 @@ WATERMARK = Fraction(4, 5)
 KEPT = Fraction(16, 25)
 """Share still full right after one eviction tick at the watermark: 0.8 × (1 − 0.2)."""
 
-MIDDLE = Fraction(18, 25)
-"""Between the two: measured within 0.3 points of a served trace, 0.9 at most, 1.9 once."""
-
 
 @dataclass(frozen=True, slots=True)
 class Band:
@@ -32,11 +29,6 @@ def watermark(curve: Curve, capacity: int) -> Band:
     Holds while the chunks stored between two polls fit above the watermark.
     """
     return Band(curve.at(int(KEPT * capacity)), curve.at(int(WATERMARK * capacity)))
-
-
-def watermark_middle(curve: Curve, capacity: int) -> int:
-    """Best single guess inside ``watermark``'s band; say the band with it."""
-    return curve.at(int(MIDDLE * capacity))
 
 
 def partial_tail(curve: Curve, capacity: int) -> Band:

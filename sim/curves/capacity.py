@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.curves.trace import MOST_TOKENS
-
-GIB = 2**30
+from sim.curves.trace import MOST_TRACE_TOKENS
+from sim.geometry import GIB
 
 _ITEM = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<scale>[kMG]?)\s*(?P<unit>[A-Za-z]*)")
 _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
@@ -33,7 +32,7 @@ class Ruler:
         Raises ValueError that says what is wrong and what is accepted.
         """
         blocks = self._blocks(text)
-        if blocks * self.block_tokens >= MOST_TOKENS:
+        if blocks * self.block_tokens >= MOST_TRACE_TOKENS:
             raise ValueError(f"capacity {text!r} is not below 2**61 tokens")
         return blocks
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.curves.trace import MOST_NS, MOST_TOKENS, Ints, Requests, TraceError, check_totals
+from sim.curves.trace import MOST_NS, MOST_TRACE_TOKENS, Ints, Requests, TraceError, check_totals
 from sim.curves.tree import PrefixTree
 
 SUFFIX = ".kvtrace.npz"
@@ -154,7 +154,7 @@ def _unusable_fields(said: dict[str, Any]) -> list[str]:
 
 
 def _is_count(value: Any, *, least: int) -> bool:
-    return type(value) is int and least <= value < MOST_TOKENS
+    return type(value) is int and least <= value < MOST_TRACE_TOKENS
 
 
 def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
@@ -190,8 +190,8 @@ def _check_columns(requests: Requests, n_requests: int) -> None:
     n_sessions = len(requests.session_start_ns)
     for name, values, stop in (
         ("session", requests.session, n_sessions),
-        ("input_tokens", requests.input_tokens, MOST_TOKENS),
-        ("output_tokens", requests.output_tokens, MOST_TOKENS),
+        ("input_tokens", requests.input_tokens, MOST_TRACE_TOKENS),
+        ("output_tokens", requests.output_tokens, MOST_TRACE_TOKENS),
     ):
         if len(values) and not 0 <= values.min() <= values.max() < stop:
             raise ValueError(f"{name} {values.min()} to {values.max()} is not in [0, {stop})")

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from sim.curves.trace import MOST_TOKENS, Ints
+from sim.curves.trace import MOST_TRACE_TOKENS, Ints
 from sim.curves.tree import PrefixTree
 
 TARGETS = ("lmcache", "mooncake")
@@ -32,7 +32,7 @@ def convert(
     """
     if target not in TARGETS:
         raise ValueError(f"target {target!r} is not known; known: {', '.join(TARGETS)}")
-    if chunk_tokens is not None and not 1 <= chunk_tokens < MOST_TOKENS:
+    if chunk_tokens is not None and not 1 <= chunk_tokens < MOST_TRACE_TOKENS:
         raise ValueError(f"chunks of {chunk_tokens} tokens; they hold at least 1, below 2**61")
     order = tree.requests.order() if order is None else order
     if target == "lmcache":

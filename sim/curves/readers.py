@@ -15,7 +15,7 @@ from sim.curves.ingest import ArrayScanner, load_json
 from sim.curves.sources import expected_bytes, sources
 from sim.curves.trace import (
     MOST_NS,
-    MOST_TOKENS,
+    MOST_TRACE_TOKENS,
     IdArray,
     Ints,
     Requests,
@@ -66,7 +66,7 @@ def parse_trace(
 
     ``expected``: about how many bytes they are, 0 if unknown.
     """
-    if block_tokens is not None and not 1 <= block_tokens < MOST_TOKENS:
+    if block_tokens is not None and not 1 <= block_tokens < MOST_TRACE_TOKENS:
         raise TraceError(f"blocks of {block_tokens} tokens; they hold at least 1, below 2**61")
     try:
         got = _Collected(

@@ -12,7 +12,7 @@ import numpy as np
 
 from sim.curves.jit import read_only, run, use_numba
 from sim.curves.kernels.stack import stack_curve
-from sim.curves.trace import MOST_TOKENS, Ints
+from sim.curves.trace import MOST_TRACE_TOKENS, Ints
 from sim.curves.tree import PrefixTree
 
 
@@ -105,7 +105,7 @@ def as_written(share: float) -> Fraction:
 
 def in_units(tree: PrefixTree, unit_tokens: int) -> tuple[Ints, Ints]:
     """Depth of each edge's ends in whole units: a unit belongs to the edge its last token is in."""
-    if not 1 <= unit_tokens < MOST_TOKENS:
+    if not 1 <= unit_tokens < MOST_TRACE_TOKENS:
         raise ValueError(f"a block of {unit_tokens} tokens; it holds at least 1, below 2**61")
     block = tree.requests.block_tokens
     if unit_tokens == block:

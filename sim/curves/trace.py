@@ -15,7 +15,7 @@ IdArray = NDArray[np.signedinteger[Any]]
 MOST_NS = 2**62
 """Times stay below this (146 years; since 1970: until 2116), so that two can be added."""
 
-MOST_TOKENS = 2**61
+MOST_TRACE_TOKENS = 2**61
 """The tokens of a trace stay below this, so that sums and differences fit 64 bits."""
 
 
@@ -131,10 +131,10 @@ def check_totals(requests: Requests, blocks: Ints, where: Callable[[int], str]) 
         ("generated", requests.output_tokens.astype(np.float64)),
         ("listed block", blocks * float(requests.block_tokens)),
     ):
-        if tokens.sum() >= MOST_TOKENS:
+        if tokens.sum() >= MOST_TRACE_TOKENS:
             raise TraceError(
                 f"{where(int(tokens.argmax()))}: {tokens.max():.3g} {name} tokens, of "
-                f"{tokens.sum():.3g} in the trace; it must stay below {float(MOST_TOKENS):.3g}"
+                f"{tokens.sum():.3g} in the trace; it must stay below {float(MOST_TRACE_TOKENS):.3g}"
             )
 
 

@@ -178,7 +178,6 @@ def test_the_reference_itself_by_hand() -> None:
 def test_bands_by_hand() -> None:
     found = Curve(np.arange(101), 200, 10, 16)  # C hits at capacity C
     assert bands.watermark(found, 100) == bands.Band(64, 80)
-    assert bands.watermark_middle(found, 100) == 72
     assert bands.watermark(found, 99) == bands.Band(63, 79)  # 63.36 and 79.2 chunks
     assert bands.partial_tail(found, 50) == bands.Band(49, 50)
     assert bands.partial_tail(found, 0) == bands.Band(0, 0)

@@ -109,7 +109,6 @@ class Arc:
         self._ghost_once: OrderedDict[int, None] = OrderedDict()
         self._ghost_often: OrderedDict[int, None] = OrderedDict()
         self._target = 0.0
-        self._from_often = False
 
     def touch(self, key: int) -> None:
         """Seen twice: to the frequency list."""
@@ -160,18 +159,25 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "lfu": Lfu,
     "arc": Arc,
 }
+POLICY_NAMES = (*POLICIES, "belady")
+"""All that can be asked for; belady knows what comes, so no server can do it."""
 
 
-def replay(paths: Paths, capacity: int, policy: str) -> int:
+def count_hits(paths: Paths, capacity: int, policy: str) -> int:
     """Block hits of a serial replay of ``paths`` (prefix keys) at one capacity.
 
-    Raises ValueError for an unknown policy or a capacity below 0.
+    Raises ValueError for a policy not in ``POLICY_NAMES`` or a capacity below 0.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"policy {policy!r} is not known; known: {', '.join(POLICIES)}, belady")
+    if policy not in POLICY_NAMES:
+        raise ValueError(f"policy {policy!r} is not known; known: {', '.join(POLICY_NAMES)}")
     if capacity < 0:
         raise ValueError(f"a capacity of {capacity}; 0 is the smallest")
-    chosen = POLICIES[policy](capacity)
+    if policy == "belady":
+        return _most_hits(paths, capacity)
+    return _hits(paths, capacity, POLICIES[policy](capacity))
+
+
+def _hits(paths: Paths, capacity: int, policy: Policy) -> int:
     resident: set[int] = set()
     hits = 0
     for path in paths:
@@ -183,16 +189,16 @@ def replay(paths: Paths, capacity: int, policy: str) -> int:
         mine = set(kept)
         for key in reversed(kept):
             if key in resident:
-                chosen.touch(key)
+                policy.touch(key)
                 continue
             if len(resident) >= capacity:
-                resident.remove(chosen.evict(mine))
-            chosen.admit(key)
+                resident.remove(policy.evict(mine))
+            policy.admit(key)
             resident.add(key)
     return hits
 
 
-def belady(paths: Paths, capacity: int) -> int:
+def _most_hits(paths: Paths, capacity: int) -> int:
     """Most block hits any policy can have at ``capacity``: keep what is asked for soonest.
 
     After each request the cache may hold any ``capacity`` of the blocks it had and those that
@@ -200,8 +206,6 @@ def belady(paths: Paths, capacity: int) -> int:
     block's ancestors are never asked for later than it is, so the prefix rule costs nothing: of
     equals the deepest could leave, and which one does changes no count.
     """
-    if capacity < 0:
-        raise ValueError(f"a capacity of {capacity}; 0 is the smallest")
     next_use = _next_uses(paths)
     due: dict[int, int] = {}  # resident block → number of the request that asks for it next
     latest: list[tuple[int, int]] = []  # (−next use, block), entries of earlier uses included
