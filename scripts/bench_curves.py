@@ -31,9 +31,11 @@ from typing import Any
 import numpy as np
 
 from harness.charting import save
-from harness.traces.curves import Replay, run_curve, run_surface
+from harness.traces.curve import run_curve
 from harness.traces.load import TraceOptions, load
 from harness.traces.plots import cliff, heat_map
+from harness.traces.serving import Serving
+from harness.traces.surface import run_surface
 from sim.curves import compiled
 from sim.curves.convert import lookup_events
 from sim.curves.readers import parse_trace, read_trace
@@ -249,12 +251,12 @@ def cold_plot(report: Report, mooncake: Path) -> float:
 def figures(folder: Path, agentic: Path) -> None:
     """The real trace's cliff and surface, and the JSON with what the README says of them."""
     loaded = load(str(agentic), TraceOptions(spread_hours=SPREAD_S / 3600))
-    shown = run_curve(loaded, Replay(), at="200k tokens,1M tokens", targets=(0.5, 0.8, 0.9, 0.95))
+    shown = run_curve(loaded, Serving(), at="200k tokens,1M tokens", targets=(0.5, 0.8, 0.9, 0.95))
     save(cliff(shown), folder / "real-cliff.png")
-    pairs = run_surface(loaded, Replay(), gpu="20k tokens..20M tokens:60",
+    pairs = run_surface(loaded, Serving(), gpu="20k tokens..20M tokens:60",
                         host="20k tokens..20M tokens:60", chunk_tokens=256)  # fmt: skip
     save(heat_map(pairs), folder / "real-surface.png")
-    both = run_surface(loaded, Replay(), gpu="200k tokens", host="2M tokens", chunk_tokens=256)
+    both = run_surface(loaded, Serving(), gpu="200k tokens", host="2M tokens", chunk_tokens=256)
     text = json.dumps(shown.json | {"with_host": both.json}, indent=1, ensure_ascii=False)
     (folder / "real-curve.json").write_text(text + "\n", "utf-8")
 

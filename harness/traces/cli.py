@@ -68,7 +68,7 @@ def compile_command(
     as_json: AsJson = False,
 ) -> None:
     """Compile a trace to a small file."""
-    from harness.traces.load import compile_trace
+    from harness.traces.compile import compile_trace
 
     _check_files(trace, [output])
     with ReadProgress() as reading:
@@ -85,7 +85,7 @@ def describe(
     as_json: AsJson = False,
 ) -> None:
     """Say what a trace holds."""
-    from harness.traces.load import describe as describe_trace
+    from harness.traces.describe import describe_trace
 
     with ReadProgress() as reading:
         content = describe_trace(trace, _options(block_tokens, full_blocks), progress=reading.told)
@@ -106,7 +106,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write a trace for another tool."""
-    from harness.traces.load import convert_trace
+    from harness.traces.convert import convert_trace
 
     _check_files(trace, [output])
     with ReadProgress() as reading:
@@ -167,8 +167,9 @@ def curve(
     as_json: AsJson = False,
 ) -> None:
     """Hits at every GPU capacity, exactly."""
-    from harness.traces.curves import Replay, read_measured, run_curve
+    from harness.traces.curve import read_measured, run_curve
     from harness.traces.plots import cliff
+    from harness.traces.serving import Serving
 
     _check_outputs(trace, plot, csv)
     points = read_measured(measured) if measured else ()
@@ -178,7 +179,7 @@ def curve(
     marked = None if mark is None else loaded.capacity(mark)
     run = run_curve(
         loaded,
-        Replay(last_token=last_token, decode=decode, warm_up=warm_up, forward=lmcache_order),
+        Serving(last_token=last_token, decode=decode, warm_up=warm_up, forward=lmcache_order),
         at=at,
         targets=target or (),
         policies=policy or (),
@@ -218,8 +219,9 @@ def surface(
     as_json: AsJson = False,
 ) -> None:
     """Token sources at every GPU x host capacity."""
-    from harness.traces.curves import Replay, run_surface
     from harness.traces.plots import surface_chart
+    from harness.traces.serving import Serving
+    from harness.traces.surface import run_surface
 
     _check_outputs(trace, plot, csv)
     loaded = _load(
@@ -227,7 +229,7 @@ def surface(
     )
     run = run_surface(
         loaded,
-        Replay(last_token=last_token, warm_up=warm_up),
+        Serving(last_token=last_token, warm_up=warm_up),
         gpu=gpu,
         host=host,
         chunk_tokens=chunk_tokens,

@@ -1,28 +1,22 @@
-"""Traces as `kvcliff compile`, `convert` and `describe` take them, and `curve` and `surface` too.
+"""A trace as every trace command takes it: read, its sessions started, its requests in order.
 
-Each function takes plain values and returns a dict ready for JSON, or writes files whole. Wrong
-input is an InputError that says what is wrong and what is accepted. Needs numpy.
+Wrong input is an InputError that says what is wrong and what is accepted. Needs numpy.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from harness.errors import InputError
 from sim.curves import compiled
-from sim.curves import convert as conversion
 from sim.curves.capacity import Ruler
 from sim.curves.readers import read_trace
-from sim.curves.trace import Ints, Requests, counted_tokens
+from sim.curves.trace import Ints, Requests
 from sim.curves.tree import PrefixTree, build_tree
 from sim.geometry import KvGeometry
 
 SCHEMA = 1
-MOONCAKE_BLOCK = 512
 SPREAD_HOURS = 24.0
 """Over what sessions without start times are spread when nothing else is asked for."""
 
@@ -49,13 +43,13 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A trace ready to be replayed; ``notes`` are warnings, ``said`` are assumptions."""
+    """A trace ready to be replayed, its requests in ``order``; what was assumed, and is odd."""
 
     tree: PrefixTree
     order: Ints
     ruler: Ruler
-    said: tuple[str, ...]
-    notes: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    warnings: tuple[str, ...]
     starts_known: bool
 
     def capacity(self, text: str) -> int:
@@ -84,19 +78,19 @@ def load(
     with input_errors():
         _check(options)
         per_token = _bytes_per_token(model, kv_dtype)
-        tree = _tree_of(path, options, progress)
+        tree = read_tree(path, options, progress)
         starts_known = tree.requests.starts_known
         requests, spread = _started(tree.requests, options)
         tree = replace(tree, requests=requests)
         order = requests.order(options.time_scale)
         ruler = Ruler(requests.block_tokens, per_token or requests.kv_bytes_per_token)
-    said = [
+    assumptions = (
         f"{requests.source}, {requests.block_tokens} tokens a block; blocks are equal when they "
         "and all before them are",
         "requests are served one after the other by arrival, those of one nanosecond in the "
         f"trace's order{spread}",
-    ]
-    return Loaded(tree, order, ruler, tuple(said), tuple(_notes(tree)), starts_known)
+    )
+    return Loaded(tree, order, ruler, assumptions, _warnings(tree), starts_known)
 
 
 def _check(options: TraceOptions) -> None:
@@ -108,7 +102,8 @@ def _check(options: TraceOptions) -> None:
         raise ValueError(f"a spread of {hours} hours; it must be a number of at least 0")
 
 
-def _tree_of(path: str, options: TraceOptions, progress: Progress | None) -> PrefixTree:
+def read_tree(path: str, options: TraceOptions, progress: Progress | None) -> PrefixTree:
+    """The trace as it is, compiled or not: sessions without start times have none yet."""
     file = Path(path)
     if path != "-" and compiled.is_compiled(file):
         if options.full_blocks or options.block_tokens is not None:
@@ -154,16 +149,16 @@ def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:
     )
 
 
-def _notes(tree: PrefixTree) -> list[str]:
+def _warnings(tree: PrefixTree) -> tuple[str, ...]:
     requests = tree.requests
     most = -(-requests.input_tokens // requests.block_tokens)
     too_long = int((tree.blocks_of_requests() > most).sum())
     if not too_long:
-        return []
-    return [
+        return ()
+    return (
         f"{too_long} of {len(requests)} requests list more blocks than their prompt fills at "
-        f"{requests.block_tokens} tokens a block: is the block size right (--block-tokens)?"
-    ]
+        f"{requests.block_tokens} tokens a block: is the block size right (--block-tokens)?",
+    )
 
 
 def _bytes_per_token(model: Path | None, kv_dtype: str) -> float | None:
@@ -190,22 +185,6 @@ def input_errors() -> Iterator[None]:
         raise InputError(f"more than this machine's memory holds: {error}") from None
 
 
-def compile_trace(
-    path: str, output: Path, options: TraceOptions, *, progress: Progress | None = None
-) -> dict[str, Any]:
-    """Write the compiled trace ``output`` (``.kvtrace.npz``); returns its description."""
-    if not output.name.endswith(compiled.SUFFIX):
-        raise InputError(f"the output {str(output)!r} must end in {compiled.SUFFIX}")
-    with input_errors():
-        # As read: sessions without start times are given some when the file is used, not before.
-        tree = _tree_of(path, options, progress)
-    notes = {"full_blocks": options.full_blocks, "from": Path(path).name}
-    with writing(output):
-        compiled.save(tree, output, notes=notes)
-    loaded = load(str(output), TraceOptions())
-    return {**_described(loaded), "output": str(output), "output_bytes": output.stat().st_size}
-
-
 @contextmanager
 def writing(output: Path) -> Iterator[None]:
     """Turn what the system says about ``output`` into an InputError."""
@@ -213,37 +192,6 @@ def writing(output: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"cannot write {str(output)!r}: {error.strerror}") from None
-
-
-def describe(
-    path: str, options: TraceOptions, *, progress: Progress | None = None
-) -> dict[str, Any]:
-    """Size, reuse and shape of a trace."""
-    return _described(load(path, options, progress=progress))
-
-
-def _described(loaded: Loaded) -> dict[str, Any]:
-    tree, requests = loaded.tree, loaded.tree.requests
-    blocks = tree.blocks_of_requests()
-    arrivals = requests.arrivals_ns()
-    return {
-        "schema": SCHEMA,
-        **head(tree),
-        "format": requests.source,
-        "sessions": len(requests.session_start_ns),
-        "session_starts_known": loaded.starts_known,
-        "prompt_tokens": int(requests.input_tokens.sum()),
-        "counted_tokens": int(counted_tokens(requests, blocks).sum()),
-        "output_tokens": int(requests.output_tokens.sum()),
-        "duration_s": int(np.ptp(arrivals)) / 1e9 if len(arrivals) else 0.0,
-        "longest_request_blocks": loaded.longest_blocks,
-        "median_request_blocks": float(np.median(blocks)) if len(blocks) else 0.0,
-        "ideal_hit_share": share_of(tree.n_accesses - tree.n_blocks, tree.n_accesses),
-        "edges": len(tree.parent),
-        "kv_bytes_per_token": loaded.ruler.bytes_per_token,
-        "assumptions": list(loaded.said),
-        "warnings": list(loaded.notes),
-    }
 
 
 def head(tree: PrefixTree) -> dict[str, int]:
@@ -259,43 +207,3 @@ def head(tree: PrefixTree) -> dict[str, int]:
 def share_of(part: int, whole: int) -> float | None:
     """``part`` / ``whole``; None where there is nothing."""
     return part / whole if whole else None
-
-
-def convert_trace(
-    path: str,
-    output: Path,
-    target: str,
-    options: TraceOptions,
-    *,
-    chunk_tokens: int | None = None,
-    model: Path | None = None,
-    kv_dtype: str = "auto",
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Write a trace for another tool ("lmcache" or "mooncake"); returns what was written."""
-    loaded = load(path, options, model=model, kv_dtype=kv_dtype, progress=progress)
-    per_token = loaded.ruler.bytes_per_token
-    notes = list(loaded.notes)
-    if target == "mooncake" and loaded.ruler.block_tokens != MOONCAKE_BLOCK:
-        notes.append(
-            f"Mooncake rows name no block size and readers take {MOONCAKE_BLOCK} tokens; these "
-            f"have {loaded.ruler.block_tokens}: read them with --block-tokens"
-        )
-    with input_errors(), writing(output):
-        written = conversion.convert(
-            loaded.tree,
-            target,
-            output,
-            order=loaded.order,
-            chunk_tokens=chunk_tokens,
-            kv_bytes_per_token=2 if per_token is None else max(1, round(per_token)),
-        )
-    return {
-        "schema": SCHEMA,
-        "output": str(output),
-        "target": target,
-        "requests": written,
-        "kv_bytes_per_token": per_token,
-        "assumptions": list(loaded.said),
-        "warnings": notes,
-    }

@@ -9,8 +9,9 @@ import numpy as np
 from harness.charting import FADED, HEIGHT, WIDTH, Chart, layer, on_paper
 from harness.errors import InputError
 from harness.traces.axes import kv, nice_bound, rimmed, share_axis, sizes, tokens_axis
-from harness.traces.curves import CurveRun, SurfaceRun
+from harness.traces.curve import CurveRun
 from harness.traces.load import Loaded
+from harness.traces.surface import SurfaceRun
 from harness.vocabulary import (
     COMPUTED,
     DIM,

@@ -15,8 +15,13 @@ from harness.charting import HEIGHT, save
 from harness.errors import InputError
 from harness.traces import plots
 from harness.traces.cli import add_to
-from harness.traces.curves import Replay, read_measured, run_curve, run_surface
-from harness.traces.load import Loaded, TraceOptions, compile_trace, convert_trace, describe, load
+from harness.traces.compile import compile_trace
+from harness.traces.convert import convert_trace
+from harness.traces.curve import read_measured, run_curve
+from harness.traces.describe import describe_trace
+from harness.traces.load import Loaded, TraceOptions, load
+from harness.traces.serving import Serving
+from harness.traces.surface import run_surface
 from harness.traces.tables import readable, write_csv
 from harness.vocabulary import PAPER
 from sim.curves.capacity import Ruler, spaced
@@ -54,7 +59,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def curve_json(trace: str, at: str | None = None, **settings: Any) -> dict[str, Any]:
-    return run_curve(load(trace, TraceOptions()), Replay(), at=at, **settings).json
+    return run_curve(load(trace, TraceOptions()), Serving(), at=at, **settings).json
 
 
 def test_curve_json_by_hand(trace: str) -> None:
@@ -79,7 +84,7 @@ def test_a_trace_of_an_empty_prompt_has_no_hits_and_no_shares(tmp_path: Path) ->
         content = curve_json(str(path), "0,5", targets=[0.95], policies=["arc", "belady"])
         assert [point["hit_blocks"] for point in content["points"]] == [0, 0]
         assert content["ideal_hit_share"] is None
-        (pair,) = run_surface(load(str(path), TraceOptions()), Replay(), gpu="1", host="1").json[
+        (pair,) = run_surface(load(str(path), TraceOptions()), Serving(), gpu="1", host="1").json[
             "points"
         ]
         assert pair["computed_tokens"] == 3
@@ -87,7 +92,7 @@ def test_a_trace_of_an_empty_prompt_has_no_hits_and_no_shares(tmp_path: Path) ->
 
 def test_the_last_token_rule_is_off_unless_asked_for(trace: str) -> None:
     loaded = load(trace, TraceOptions())
-    point = run_curve(loaded, Replay(last_token=True), at="6").json["points"][0]
+    point = run_curve(loaded, Serving(last_token=True), at="6").json["points"][0]
     assert point["hit_blocks"] == 3
 
 
@@ -113,7 +118,7 @@ def test_capacities_below_the_longest_request_are_warned_about(trace: str) -> No
 
 def test_a_wrong_block_size_is_warned_about(trace: str) -> None:
     loaded = load(trace, TraceOptions(block_tokens=1024))
-    (warning,) = loaded.notes
+    (warning,) = loaded.warnings
     assert "3 of 3 requests list more blocks than their prompt fills at 1024" in warning
 
 
@@ -170,7 +175,7 @@ def test_wrong_lifetimes_are_named(trace: str, tmp_path: Path, text: str, messag
 
 
 def test_surface_json_by_hand(trace: str) -> None:
-    content = run_surface(load(trace, TraceOptions()), Replay(), gpu="3,6", host="0,5,6").json
+    content = run_surface(load(trace, TraceOptions()), Serving(), gpu="3,6", host="0,5,6").json
     found = [
         (p["gpu_blocks"], p["host_blocks"], p["hit_blocks"], p["host_loaded_blocks"])
         for p in content["points"]
@@ -187,20 +192,20 @@ def test_listed_blocks_count_whole_and_both_totals_are_named(tmp_path: Path) -> 
     # Four blocks listed, 100 tokens of the last one: 1,636 tokens said, 2,048 counted.
     row = ROWS[0] | {"input_length": 3 * 512 + 100}
     (tmp_path / "t.jsonl").write_text(json.dumps(row))
-    described = describe(str(tmp_path / "t.jsonl"), TraceOptions())
+    described = describe_trace(str(tmp_path / "t.jsonl"), TraceOptions())
     loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
-    content = run_surface(loaded, Replay(), gpu="1", host="1").json
+    content = run_surface(loaded, Serving(), gpu="1", host="1").json
     for found in (described, content):
         assert (found["prompt_tokens"], found["counted_tokens"]) == (1636, 2048)
     assert any("counted_tokens" in said for said in content["assumptions"])
     whole = load(str(tmp_path / "t.jsonl"), TraceOptions(full_blocks=True))
-    content = run_surface(whole, Replay(), gpu="1", host="1").json
+    content = run_surface(whole, Serving(), gpu="1", host="1").json
     assert (content["prompt_tokens"], content["counted_tokens"]) == (1636, 1636)
 
 
 def test_requests_that_warm_the_tiers_are_in_no_count(trace: str) -> None:
     # a and b only warm both tiers: a's return is 4 blocks of 512 tokens, all hits.
-    loaded, how = load(trace, TraceOptions()), Replay(warm_up=0.67)
+    loaded, how = load(trace, TraceOptions()), Serving(warm_up=0.67)
     for content in (
         run_curve(loaded, how, at="6").json,
         run_surface(loaded, how, gpu="6", host="1").json,
@@ -212,14 +217,14 @@ def test_requests_that_warm_the_tiers_are_in_no_count(trace: str) -> None:
 
 def test_a_hosts_capacity_holds_whole_chunks(trace: str) -> None:
     loaded = load(trace, TraceOptions())
-    content = run_surface(loaded, Replay(), gpu="0", host="5", chunk_tokens=1024).json
+    content = run_surface(loaded, Serving(), gpu="0", host="5", chunk_tokens=1024).json
     (point,) = content["points"]
     assert point["host_chunks"] == 2  # 5 × 512 tokens are 2 whole chunks: b and a's first
     assert point["host_loaded_tokens"] == 1024
 
 
 def test_a_host_no_larger_than_the_gpu_is_called_nearly_worthless(trace: str) -> None:
-    content = run_surface(load(trace, TraceOptions()), Replay(), gpu="6", host="5").json
+    content = run_surface(load(trace, TraceOptions()), Serving(), gpu="6", host="5").json
     assert any("no larger than the GPU tier" in warning for warning in content["warnings"])
     assert any("0.00%" in warning for warning in content["warnings"])
 
@@ -227,7 +232,7 @@ def test_a_host_no_larger_than_the_gpu_is_called_nearly_worthless(trace: str) ->
 def test_compile_describe_and_curve_agree(trace: str, tmp_path: Path) -> None:
     output = tmp_path / "t.kvtrace.npz"
     made = compile_trace(trace, output, TraceOptions())
-    described = describe(str(output), TraceOptions())
+    described = describe_trace(str(output), TraceOptions())
     for field in ("requests", "accesses", "distinct_blocks", "block_size", "prompt_tokens"):
         assert made[field] == described[field]
     assert described["ideal_hit_share"] == 0.4
@@ -264,7 +269,7 @@ def test_sessions_without_starts_are_spread_and_that_is_said(tmp_path: Path) -> 
     loaded = load(str(tmp_path), TraceOptions(spread_hours=2, seed=7))
     arrivals = loaded.tree.requests.arrivals_ns()
     assert ((arrivals >= 0) & (arrivals < 7200 * 10**9)).all()
-    assert "2 sessions start at random moments of 2 h (seed 7)" in loaded.said[1]
+    assert "2 sessions start at random moments of 2 h (seed 7)" in loaded.assumptions[1]
     again = load(str(tmp_path), TraceOptions(spread_hours=2, seed=7))
     assert again.tree.requests.arrivals_ns().tolist() == arrivals.tolist()
     with pytest.raises(InputError, match="a spread of -1 hours"):
@@ -281,7 +286,7 @@ def test_sessions_without_starts_are_spread_and_that_is_said(tmp_path: Path) -> 
 def test_gib_come_from_the_models_config(trace: str, model: Path) -> None:
     loaded = load(trace, TraceOptions(), model=model)
     gib_a_block = 512 * BYTES_PER_TOKEN / 2**30
-    (point,) = run_curve(loaded, Replay(), at=f"{5 * gib_a_block} GiB").json["points"]
+    (point,) = run_curve(loaded, Serving(), at=f"{5 * gib_a_block} GiB").json["points"]
     assert point["gpu_blocks"] == 5
     assert point["gpu_gib"] == 5 * gib_a_block
 
@@ -355,12 +360,12 @@ def test_the_text_of_a_mark_low_on_the_curve_stands_above_it_inside_the_plot() -
 
 
 def test_plots_are_files_of_their_kind(loaded: Loaded, tmp_path: Path) -> None:
-    chart = plots.cliff(run_curve(loaded, Replay()), mark_blocks=3)
-    surface = run_surface(loaded, Replay())
+    chart = plots.cliff(run_curve(loaded, Serving()), mark_blocks=3)
+    surface = run_surface(loaded, Serving())
     for name, plot in (
         ("cliff", chart),
         ("map", plots.heat_map(surface)),
-        ("sources", plots.sources(run_surface(loaded, Replay(), gpu="3"))),
+        ("sources", plots.sources(run_surface(loaded, Serving(), gpu="3"))),
     ):
         save(plot, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -372,7 +377,7 @@ def test_plots_are_files_of_their_kind(loaded: Loaded, tmp_path: Path) -> None:
 
 
 def test_the_html_needs_no_network(loaded: Loaded, tmp_path: Path) -> None:
-    save(plots.cliff(run_curve(loaded, Replay())), tmp_path / "c.html")
+    save(plots.cliff(run_curve(loaded, Serving())), tmp_path / "c.html")
     html = (tmp_path / "c.html").read_text()
     assert not re.search(r"<script[^>]+src=|<link[^>]+href=", html)
 
@@ -380,7 +385,7 @@ def test_the_html_needs_no_network(loaded: Loaded, tmp_path: Path) -> None:
 def test_measured_points_lie_over_the_prediction(loaded: Loaded, tmp_path: Path) -> None:
     file = tmp_path / "m.csv"
     file.write_text("gpu_blocks,hit_share\n3,0.1\n5,0.3\n", encoding="utf-8-sig")
-    chart = plots.cliff(run_curve(loaded, Replay()), measured=read_measured(file))
+    chart = plots.cliff(run_curve(loaded, Serving()), measured=read_measured(file))
     assert chart["layer"][-1]["data"]["values"] == [
         {"tokens": 1536, "share": 0.1},
         {"tokens": 2560, "share": 0.3},
@@ -400,7 +405,7 @@ def lines_of(chart: dict[str, Any]) -> list[list[dict[str, float]]]:
 
 def test_contours_follow_the_cells_that_reach_a_share(loaded: Loaded) -> None:
     upto6 = "1,2,3,4,5,6"
-    chart = plots.heat_map(run_surface(loaded, Replay(), gpu=upto6, host=upto6))
+    chart = plots.heat_map(run_surface(loaded, Serving(), gpu=upto6, host=upto6))
     diagonal, target, *rounds = lines_of(chart)
     assert [point["x"] == point["y"] for point in diagonal] == [True, True]
     # 4 of 10 blocks at most: contours at 38 %, 95 % of that, and 30, 20, 10 %. The last needs 3
@@ -422,7 +427,7 @@ def test_a_map_whose_tokens_are_mostly_computed_has_contours_and_labels_too(
             for i, first in enumerate((1, 2, 1))]  # fmt: skip
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
-    chart = plots.heat_map(run_surface(loaded, Replay()))
+    chart = plots.heat_map(run_surface(loaded, Serving()))
     assert len(lines_of(chart)) > 1
     svg = rendered(chart, tmp_path)
     assert "2%: 95% of the ideal" in svg
@@ -435,7 +440,7 @@ def rendered(chart: dict[str, Any], folder: Path) -> str:
 
 
 def test_the_cliffs_axis_ends_a_little_above_its_ceiling(loaded: Loaded) -> None:
-    chart = plots.cliff(run_curve(loaded, Replay()))  # 40 % of the blocks at most
+    chart = plots.cliff(run_curve(loaded, Serving()))  # 40 % of the blocks at most
     domains = [
         layer["encoding"]["y"]["scale"]["domain"] for layer in chart["layer"] if "encoding" in layer
     ]
@@ -450,7 +455,7 @@ def test_a_cliffs_texts_cover_neither_its_curve_nor_each_other(tmp_path: Path, s
     trace = random_trace(seed, n_requests=draw.choice([3, 60, 400]), longest=draw.choice([4, 40]))
     tree = build_tree(trace)
     loaded = Loaded(tree, tree.requests.order(), Ruler(16), (), (), starts_known=True)
-    run = run_curve(loaded, Replay())
+    run = run_curve(loaded, Serving())
     mark = draw.randint(1, 2 * tree.n_blocks)
     chart = plots.cliff(run, mark_blocks=mark)
     svg = rendered(chart, tmp_path)
@@ -473,7 +478,7 @@ def test_a_cliffs_texts_cover_neither_its_curve_nor_each_other(tmp_path: Path, s
 
 
 def test_one_gpu_capacity_gives_token_sources_by_host_capacity(loaded: Loaded) -> None:
-    surface = run_surface(loaded, Replay(), gpu="3", host="1,5,6")
+    surface = run_surface(loaded, Serving(), gpu="3", host="1,5,6")
     chart = plots.surface_chart(surface)
     assert chart["layer"][0]["mark"]["type"] == "area"
     sums = Counter[int]()
@@ -485,15 +490,15 @@ def test_one_gpu_capacity_gives_token_sources_by_host_capacity(loaded: Loaded) -
         "prompt tokens; a host tier up to 30.0% more"
     )
     with pytest.raises(InputError, match="at one GPU capacity, not at 2"):
-        plots.sources(run_surface(loaded, Replay(), gpu="2,3", host="1"))
+        plots.sources(run_surface(loaded, Serving(), gpu="2,3", host="1"))
 
 
 def test_a_trace_without_reuse_is_said_to_have_none(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps(ROWS[0]))
     loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
     for chart in (
-        plots.cliff(run_curve(loaded, Replay())),
-        plots.surface_chart(run_surface(loaded, Replay())),
+        plots.cliff(run_curve(loaded, Serving())),
+        plots.surface_chart(run_surface(loaded, Serving())),
     ):
         assert chart["title"]["text"] == "No prompt begins like an earlier one: nothing to keep"
         rendered(chart, tmp_path)
@@ -504,7 +509,7 @@ def test_a_trace_without_reuse_is_said_to_have_none(tmp_path: Path) -> None:
 
 def test_text_has_shares_and_all_that_was_asked_for(loaded: Loaded, trace: str) -> None:
     run = run_curve(
-        loaded, Replay(), at="3", targets=[0.75], policies=["fifo", "lru"], with_bands=True
+        loaded, Serving(), at="3", targets=[0.75], policies=["fifo", "lru"], with_bands=True
     )
     (point,) = readable(run.json)["points"]
     assert point["hits"] == "10.0%"
@@ -512,14 +517,14 @@ def test_text_has_shares_and_all_that_was_asked_for(loaded: Loaded, trace: str) 
     assert point["partial_tail"] == "0–1"
     (target,) = readable(curve_json(trace, "3", targets=[0.75]))["targets"]
     assert (target["target"], target["GPU blocks"], target["of the ideal"]) == ("75.0%", 5, "75.0%")
-    (pair,) = readable(run_surface(loaded, Replay(), gpu="3", host="5").json)["points"]
+    (pair,) = readable(run_surface(loaded, Serving(), gpu="3", host="5").json)["points"]
     assert [pair[name] for name in ("computed", "GPU hit", "host-loaded")] == [
         "70.0%", "10.0%", "20.0%"]  # fmt: skip
 
 
 def test_a_large_surface_is_printed_in_part_and_says_so(loaded: Loaded) -> None:
     pairs = ",".join(map(str, range(1, 31)))
-    content = readable(run_surface(loaded, Replay(), gpu=pairs, host=pairs).json)
+    content = readable(run_surface(loaded, Serving(), gpu=pairs, host=pairs).json)
     assert len(content["points"]) == 100
     assert content["pairs_shown"] == "100 of 900; --json or --csv FILE has all"
     ends = {(p["GPU blocks"], p["host blocks"]) for p in content["points"]}
@@ -527,11 +532,11 @@ def test_a_large_surface_is_printed_in_part_and_says_so(loaded: Loaded) -> None:
 
 
 def test_a_plot_of_another_kind_or_of_nothing_is_refused(loaded: Loaded, tmp_path: Path) -> None:
-    surface = run_surface(loaded, Replay(), gpu="1,2", host="1,2")
+    surface = run_surface(loaded, Serving(), gpu="1,2", host="1,2")
     with pytest.raises(InputError, match=r"must end in \.png, \.svg, \.html, \.json"):
         save({}, tmp_path / "c.pdf")
     for gpu, kind in (("0", "host"), ("0,0", "host"), ("0,1", "pair of")):
-        nothing = run_surface(loaded, Replay(), gpu=gpu, host="0")
+        nothing = run_surface(loaded, Serving(), gpu=gpu, host="0")
         with pytest.raises(InputError, match=f"no {kind} capacit.* above 0 to plot"):
             plots.surface_chart(nothing)
     with pytest.raises(InputError, match="cannot be written: there is no folder"):
@@ -642,7 +647,7 @@ def test_the_readmes_figures_are_those_of_the_committed_curve() -> None:
 
 
 def test_csv_has_one_line_a_point(loaded: Loaded, tmp_path: Path) -> None:
-    content = run_curve(loaded, Replay(), at="3,5", policies=["fifo"]).json
+    content = run_curve(loaded, Serving(), at="3,5", policies=["fifo"]).json
     write_csv(content, tmp_path / "c.csv")
     rows = list(csv.DictReader((tmp_path / "c.csv").read_text().splitlines()))
     assert [(row["gpu_blocks"], row["hit_blocks"]) for row in rows] == [("3", "1"), ("5", "3")]

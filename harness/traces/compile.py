@@ -1,0 +1,24 @@
+"""``kvcliff compile``: a trace as a small file that loads at once."""
+
+from pathlib import Path
+from typing import Any
+
+from harness.errors import InputError
+from harness.traces.describe import description
+from harness.traces.load import Progress, TraceOptions, input_errors, load, read_tree, writing
+from sim.curves import compiled
+
+
+def compile_trace(
+    path: str, output: Path, options: TraceOptions, *, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Write the compiled trace ``output`` (``.kvtrace.npz``); returns its description."""
+    if not output.name.endswith(compiled.SUFFIX):
+        raise InputError(f"the output {str(output)!r} must end in {compiled.SUFFIX}")
+    with input_errors():
+        tree = read_tree(path, options, progress)
+    notes = {"full_blocks": options.full_blocks, "from": Path(path).name}
+    with writing(output):
+        compiled.save(tree, output, notes=notes)
+    loaded = load(str(output), TraceOptions())
+    return {**description(loaded), "output": str(output), "output_bytes": output.stat().st_size}

@@ -1,0 +1,48 @@
+"""``kvcliff convert``: a trace written for another tool."""
+
+from pathlib import Path
+from typing import Any
+
+from harness.traces.load import SCHEMA, Progress, TraceOptions, input_errors, load, writing
+from sim.curves.convert import convert
+from sim.curves.formats import MOONCAKE_BLOCK_TOKENS
+
+
+def convert_trace(
+    path: str,
+    output: Path,
+    target: str,
+    options: TraceOptions,
+    *,
+    chunk_tokens: int | None = None,
+    model: Path | None = None,
+    kv_dtype: str = "auto",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Write a trace for another tool ("lmcache" or "mooncake"); returns what was written."""
+    loaded = load(path, options, model=model, kv_dtype=kv_dtype, progress=progress)
+    per_token = loaded.ruler.bytes_per_token
+    warnings = list(loaded.warnings)
+    if target == "mooncake" and loaded.ruler.block_tokens != MOONCAKE_BLOCK_TOKENS:
+        warnings.append(
+            f"Mooncake rows name no block size and readers take {MOONCAKE_BLOCK_TOKENS} tokens; these "
+            f"have {loaded.ruler.block_tokens}: read them with --block-tokens"
+        )
+    with input_errors(), writing(output):
+        written = convert(
+            loaded.tree,
+            target,
+            output,
+            order=loaded.order,
+            chunk_tokens=chunk_tokens,
+            kv_bytes_per_token=2 if per_token is None else max(1, round(per_token)),
+        )
+    return {
+        "schema": SCHEMA,
+        "output": str(output),
+        "target": target,
+        "requests": written,
+        "kv_bytes_per_token": per_token,
+        "assumptions": list(loaded.assumptions),
+        "warnings": warnings,
+    }
