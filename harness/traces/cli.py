@@ -11,6 +11,16 @@ import typer
 from harness import console
 from harness.errors import InputError
 from harness.files import refuse_evidence, refuse_missing_folder
+from harness.traces.arguments import (
+    AsJson,
+    LastToken,
+    ModelArguments,
+    OutputArguments,
+    StartArguments,
+    TraceArguments,
+    WarmUp,
+    spread_out,
+)
 from harness.traces.tables import ReadProgress, show_trace
 
 if TYPE_CHECKING:
@@ -19,112 +29,69 @@ if TYPE_CHECKING:
     from harness.charting import Chart
     from harness.traces.load import Loaded, TraceOptions
 
-Trace = Annotated[
-    str, typer.Argument(help="Trace file, folder or archive, compiled or not; - reads stdin.")
-]
-BlockTokens = Annotated[
-    int | None, typer.Option(help="Tokens of a block, for formats that do not say it.", min=1)
-]
-FullBlocks = Annotated[
-    bool, typer.Option("--full-blocks", help="Leave out blocks a prompt does not fill.")
-]
-SpreadHours = Annotated[
-    float | None,
-    typer.Option(help="Start sessions without start times over so many hours.", show_default="24"),
-]
-Seed = Annotated[int | None, typer.Option(help="Seed of those starts.", show_default="0")]
-TimeScale = Annotated[float, typer.Option(help="Stretch the sessions' starts by this factor.")]
-Model = Annotated[
-    str | None, typer.Option(help="Model folder, config.json or downloaded hub id: gives GiB.")
-]
-KvDtype = Annotated[str, typer.Option(help="What the KV cache is kept in, e.g. bfloat16, fp8.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-LastToken = Annotated[
-    bool,
-    typer.Option("--last-token", help="A fully cached prompt recomputes its last block, as vLLM."),
-]
-WarmUp = Annotated[float, typer.Option(help="Share of the requests that only warm the caches.")]
-Plots = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--plot", "--png", "--svg", "--html", help="Write a plot: .png, .svg, .html or .json."
-    ),
-]
-Csv = Annotated[Path | None, typer.Option("--csv", help="Write the points as CSV.")]
-
 
 def add_to(app: typer.Typer) -> None:
     """Register the trace commands with the command line ``app``."""
-    app.command(name="compile")(compile_command)
+    app.command(name="compile")(spread_out(compile_command))
     for command in (curve, surface, convert, describe):
-        app.command()(command)
+        app.command()(spread_out(command))
 
 
 def compile_command(
-    trace: Trace,
+    source: TraceArguments,
     output: Annotated[Path, typer.Argument(help="Where to write it: NAME.kvtrace.npz.")],
-    block_tokens: BlockTokens = None,
-    full_blocks: FullBlocks = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile a trace to a small file."""
     from harness.traces.compile import compile_trace
 
-    _check_files(trace, [output])
+    _check_files(source.trace, [output])
     with ReadProgress() as reading:
-        content = compile_trace(
-            trace, output, _options(block_tokens, full_blocks), progress=reading.told
-        )
+        content = compile_trace(source.trace, output, _options(source), progress=reading.told)
     _show(content, as_json=as_json)
 
 
-def describe(
-    trace: Trace,
-    block_tokens: BlockTokens = None,
-    full_blocks: FullBlocks = False,
-    as_json: AsJson = False,
-) -> None:
+def describe(source: TraceArguments, as_json: AsJson = False) -> None:
     """Say what a trace holds."""
     from harness.traces.describe import describe_trace
 
     with ReadProgress() as reading:
-        content = describe_trace(trace, _options(block_tokens, full_blocks), progress=reading.told)
+        content = describe_trace(source.trace, _options(source), progress=reading.told)
     _show(content, as_json=as_json)
 
 
 def convert(
-    trace: Trace,
+    source: TraceArguments,
     output: Annotated[Path, typer.Argument(help="File to write.")],
+    *,
     target: Annotated[str, typer.Option("--to", help="lmcache or mooncake.")] = "lmcache",
     chunk_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a written chunk.", min=1)
     ] = None,
-    block_tokens: BlockTokens = None,
-    full_blocks: FullBlocks = False,
-    model: Model = None,
-    kv_dtype: KvDtype = "auto",
+    size: ModelArguments,
     as_json: AsJson = False,
 ) -> None:
     """Write a trace for another tool."""
     from harness.traces.convert import convert_trace
 
-    _check_files(trace, [output])
+    _check_files(source.trace, [output])
     with ReadProgress() as reading:
         content = convert_trace(
-            trace,
+            source.trace,
             output,
             target,
-            _options(block_tokens, full_blocks),
+            _options(source),
             chunk_tokens=chunk_tokens,
-            model=_model(model),
-            kv_dtype=kv_dtype,
+            model=_model(size.model),
+            kv_dtype=size.kv_dtype,
             progress=reading.told,
         )
     _show(content, as_json=as_json)
 
 
 def curve(
-    trace: Trace,
+    source: TraceArguments,
+    *,
     at: Annotated[
         str | None,
         typer.Option(help="Capacities: 100 (blocks), 2M tokens, 40 GiB, LOW..HIGH:N, commas."),
@@ -149,33 +116,24 @@ def curve(
     lmcache_order: Annotated[
         bool, typer.Option("--lmcache-order", help="Touch forward, as LMCache's simulator does.")
     ] = False,
-    block_tokens: BlockTokens = None,
-    full_blocks: FullBlocks = False,
-    spread_hours: SpreadHours = None,
-    seed: Seed = None,
-    time_scale: TimeScale = 1.0,
-    model: Model = None,
-    kv_dtype: KvDtype = "auto",
     mark: Annotated[
         str | None, typer.Option(help="Your GPU's capacity, as for --at: marked in the plot.")
     ] = None,
     measured: Annotated[
         Path | None, typer.Option(help="CSV of gpu_blocks,hit_share: points to plot too.")
     ] = None,
-    plot: Plots = None,
-    csv: Csv = None,
-    as_json: AsJson = False,
+    starts: StartArguments,
+    size: ModelArguments,
+    outputs: OutputArguments,
 ) -> None:
     """Hits at every GPU capacity, exactly."""
     from harness.traces.curve import read_measured, run_curve
     from harness.traces.plots import cliff
     from harness.traces.serving import Serving
 
-    _check_outputs(trace, plot, csv)
+    _check_outputs(source.trace, outputs)
     points = read_measured(measured) if measured else ()
-    loaded = _load(
-        trace, _options(block_tokens, full_blocks, spread_hours, seed, time_scale), model, kv_dtype
-    )
+    loaded = _load(source, starts, size)
     marked = None if mark is None else loaded.capacity(mark)
     run = run_curve(
         loaded,
@@ -186,17 +144,12 @@ def curve(
         with_bands=bands,
         concurrency=concurrency,
     )
-    _give(
-        run.json,
-        lambda: cliff(run, mark_blocks=marked, measured=points),
-        plot,
-        csv,
-        as_json=as_json,
-    )
+    _give(run.json, lambda: cliff(run, mark_blocks=marked, measured=points), outputs)
 
 
 def surface(
-    trace: Trace,
+    source: TraceArguments,
+    *,
     gpu: Annotated[
         str | None,
         typer.Option(help="GPU capacities, as for `curve --at`; one alone plots token sources."),
@@ -207,51 +160,36 @@ def surface(
     ] = None,
     last_token: LastToken = False,
     warm_up: WarmUp = 0.0,
-    block_tokens: BlockTokens = None,
-    full_blocks: FullBlocks = False,
-    spread_hours: SpreadHours = None,
-    seed: Seed = None,
-    time_scale: TimeScale = 1.0,
-    model: Model = None,
-    kv_dtype: KvDtype = "auto",
-    plot: Plots = None,
-    csv: Csv = None,
-    as_json: AsJson = False,
+    starts: StartArguments,
+    size: ModelArguments,
+    outputs: OutputArguments,
 ) -> None:
     """Token sources at every GPU x host capacity."""
     from harness.traces.plots import surface_chart
     from harness.traces.serving import Serving
     from harness.traces.surface import run_surface
 
-    _check_outputs(trace, plot, csv)
-    loaded = _load(
-        trace, _options(block_tokens, full_blocks, spread_hours, seed, time_scale), model, kv_dtype
-    )
+    _check_outputs(source.trace, outputs)
     run = run_surface(
-        loaded,
+        _load(source, starts, size),
         Serving(last_token=last_token, warm_up=warm_up),
         gpu=gpu,
         host=host,
         chunk_tokens=chunk_tokens,
     )
-    _give(run.json, lambda: surface_chart(run), plot, csv, as_json=as_json)
+    _give(run.json, lambda: surface_chart(run), outputs)
 
 
-def _options(
-    block_tokens: int | None,
-    full_blocks: bool,
-    spread_hours: float | None = None,
-    seed: int | None = None,
-    time_scale: float = 1.0,
-) -> "TraceOptions":
+def _options(source: TraceArguments, starts: StartArguments | None = None) -> "TraceOptions":
     from harness.traces.load import TraceOptions
 
+    starts = starts or StartArguments()
     return TraceOptions(
-        block_tokens=block_tokens,
-        full_blocks=full_blocks,
-        spread_hours=spread_hours,
-        seed=seed,
-        time_scale=time_scale,
+        block_tokens=source.block_tokens,
+        full_blocks=source.full_blocks,
+        spread_hours=starts.spread_hours,
+        seed=starts.seed,
+        time_scale=starts.time_scale,
     )
 
 
@@ -265,20 +203,28 @@ def _model(name: str | None) -> Path | None:
         return find_model(name)
 
 
-def _load(trace: str, options: "TraceOptions", model: str | None, kv_dtype: str) -> "Loaded":
+def _load(source: TraceArguments, starts: StartArguments, size: ModelArguments) -> "Loaded":
     from harness.traces.load import load
 
+    model = _model(size.model)
     with ReadProgress() as reading:
-        return load(trace, options, model=_model(model), kv_dtype=kv_dtype, progress=reading.told)
+        return load(
+            source.trace,
+            _options(source, starts),
+            model=model,
+            kv_dtype=size.kv_dtype,
+            progress=reading.told,
+        )
 
 
-def _check_outputs(trace: str, plots: list[Path] | None, csv: Path | None) -> None:
+def _check_outputs(trace: str, outputs: OutputArguments) -> None:
     """Refuse what cannot be written before a long trace is read, or half of it written."""
     from harness.charting import check_ending
 
-    for path in plots or ():
+    plots = outputs.plot or []
+    for path in plots:
         check_ending(path)
-    _check_files(trace, [*(plots or ()), *([csv] if csv else ())])
+    _check_files(trace, [*plots, *([outputs.csv] if outputs.csv else ())])
 
 
 def _check_files(trace: str, outputs: list[Path]) -> None:
@@ -292,25 +238,18 @@ def _check_files(trace: str, outputs: list[Path]) -> None:
         raise InputError(f"two outputs are one file: {', '.join(map(str, outputs))}")
 
 
-def _give(
-    content: dict[str, Any],
-    draw: "Callable[[], Chart]",
-    plots: list[Path] | None,
-    csv: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+def _give(content: dict[str, Any], draw: "Callable[[], Chart]", outputs: OutputArguments) -> None:
     """The files asked for, then the answer itself."""
     from harness.charting import save
     from harness.traces.tables import readable, write_csv
 
-    chart = draw() if plots else {}  # first: what cannot be drawn leaves no file behind
-    if csv:
-        write_csv(content, csv)
-    for path in plots or ():
+    chart = draw() if outputs.plot else {}  # first: what cannot be drawn leaves no file behind
+    if outputs.csv:
+        write_csv(content, outputs.csv)
+    for path in outputs.plot or ():
         save(chart, path)
         console.say(f"wrote {path}")
-    _show(content if as_json else readable(content), as_json=as_json)
+    _show(content if outputs.as_json else readable(content), as_json=outputs.as_json)
 
 
 def _show(content: dict[str, Any], *, as_json: bool) -> None:
