@@ -12,6 +12,7 @@ from harness.errors import InputError
 from sim.curves import compiled
 from sim.curves.capacity import Ruler
 from sim.curves.readers import read_trace
+from sim.curves.sources import expected_bytes
 from sim.curves.trace import Ints, Requests
 from sim.curves.tree import PrefixTree, build_tree
 from sim.geometry import KvGeometry
@@ -111,7 +112,7 @@ def read_tree(path: str, options: TraceOptions, progress: Progress | None) -> Pr
                 f"{path} is compiled: its blocks are fixed; compile the trace again instead"
             )
         return compiled.load(file)
-    total = _size(file) if path != "-" else None
+    total = expected_bytes(path)
     told = (lambda done, name: progress(done, total, name)) if progress else None
     trace = read_trace(
         path, block_tokens=options.block_tokens, engine=options.engine, progress=told
@@ -119,15 +120,6 @@ def read_tree(path: str, options: TraceOptions, progress: Progress | None) -> Pr
     if options.full_blocks:
         trace = trace.without_partial_blocks()
     return build_tree(trace, engine=options.engine)
-
-
-def _size(path: Path) -> int | None:
-    """Bytes to read, None where that is not known before."""
-    try:
-        files = list(path.iterdir()) if path.is_dir() else [path]
-        return sum(file.stat().st_size for file in files if file.suffix in (".json", ".jsonl"))
-    except OSError:
-        return None
 
 
 def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:

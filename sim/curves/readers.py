@@ -50,7 +50,7 @@ def read_trace(
         block_tokens=block_tokens,
         engine=engine,
         progress=progress,
-        expected=0 if files else expected_bytes(path),
+        expected=expected_bytes(path) or 0,
     )
 
 

@@ -36,14 +36,17 @@ def sources(path: str) -> Iterator[tuple[str, bytes]]:
     yield from _unpacked(path, _read(place))
 
 
-def expected_bytes(path: str) -> int:
-    """Bytes on disk of the files of ``path``; 0 where that is not known before reading."""
+def expected_bytes(path: str) -> int | None:
+    """Bytes ``sources`` will give for ``path``; None where only reading tells, as of a ``.gz``."""
     place = Path(path)
     try:
         files = list(place.iterdir()) if place.is_dir() else [place]
-        return sum(file.stat().st_size for file in files if file.name.endswith(ENDINGS))
+        read = [file for file in files if file.name.endswith(ENDINGS) or file == place]
+        if path == STDIN or any(file.suffix not in (".json", ".jsonl") for file in read):
+            return None
+        return sum(file.stat().st_size for file in read)
     except OSError:
-        return 0
+        return None
 
 
 def csv_numbers(

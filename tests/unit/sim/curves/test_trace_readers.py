@@ -15,6 +15,7 @@ import pytest
 
 from sim.curves.readers import read_trace
 from sim.curves.reference import hits_at
+from sim.curves.sources import expected_bytes
 from sim.curves.stack import curve
 from sim.curves.trace import Trace, TraceError
 from sim.curves.tree import build_tree
@@ -475,3 +476,15 @@ def test_the_real_sessions_are_read_from_their_archive_and_nest() -> None:
     assert trace.n_accesses == 47_061_278
     assert int(trace.requests.input_tokens.sum()) == 3_012_680_174
     assert build_tree(trace).n_blocks == 1_727_499
+
+
+def test_the_bytes_to_read_are_known_before_only_of_plain_files(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}\n")
+    (tmp_path / "b.jsonl").write_text("{}{}\n")
+    (tmp_path / "notes.txt").write_text("no part of the trace")
+    assert expected_bytes(str(tmp_path)) == 3 + 5
+    assert expected_bytes(str(tmp_path / "b.jsonl")) == 5
+    # Its bytes on disk are fewer than it gives: a bar drawn with them would run past its end.
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
+    for path in (tmp_path, tmp_path / "c.jsonl.gz", tmp_path / "absent.jsonl", "-"):
+        assert expected_bytes(str(path)) is None
