@@ -13,6 +13,7 @@ import typer
 
 from harness.charting import HEIGHT, save
 from harness.errors import InputError
+from harness.report.chart_specs import sources_spec
 from harness.traces import plots
 from harness.traces.cli import add_to
 from harness.traces.compile import compile_trace
@@ -491,6 +492,20 @@ def test_one_gpu_capacity_gives_token_sources_by_host_capacity(loaded: Loaded) -
     )
     with pytest.raises(InputError, match="at one GPU capacity, not at 2"):
         plots.sources(run_surface(loaded, Serving(), gpu="2,3", host="1"))
+
+
+def test_a_source_has_one_word_and_one_colour_in_the_report_and_in_the_plots(
+    loaded: Loaded,
+) -> None:
+    plot = plots.sources(run_surface(loaded, Serving(), gpu="3"))
+    drawn = plot["layer"][0]["encoding"]["color"]["scale"]
+    report = sources_spec([], seqs=[], legend=True)["layer"][0]["encoding"]["color"]["scale"]
+    assert drawn == report
+    assert dict(zip(drawn["domain"], drawn["range"], strict=True)) == {
+        "computed": "#8b8f98", "GPU hit": "#2f7fd6", "host-loaded": "#d97706",
+    }  # fmt: skip
+    cliff = plots.cliff(run_curve(loaded, Serving()))
+    assert "#2f7fd6" in [part["mark"].get("color") for part in cliff["layer"]]
 
 
 def test_a_trace_without_reuse_is_said_to_have_none(tmp_path: Path) -> None:
