@@ -3,6 +3,7 @@
 numpy, numba and the plots are imported inside the commands: no other command needs them.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,39 +90,46 @@ def convert(
     _show(content, as_json=as_json)
 
 
-def curve(
-    source: TraceArguments,
-    *,
+@dataclass(frozen=True, slots=True)
+class CurveArguments:
+    """What ``curve`` alone can be asked."""
+
     at: Annotated[
         str | None,
         typer.Option(help="Capacities: 100 (blocks), 2M tokens, 40 GiB, LOW..HIGH:N, commas."),
-    ] = None,
+    ] = None
     target: Annotated[
         list[float] | None, typer.Option(help="Capacity for this share of the ideal hits.")
-    ] = None,
+    ] = None
     policy: Annotated[
         list[str] | None, typer.Option(help="Replay fifo, lru, mru, lfu, arc or belady too.")
-    ] = None,
-    bands: Annotated[
-        bool, typer.Option("--bands", help="Bands where only bands are honest.")
-    ] = False,
+    ] = None
+    bands: Annotated[bool, typer.Option("--bands", help="Bands where only bands are honest.")] = (
+        False
+    )
     concurrency: Annotated[
         Path | None, typer.Option(help="CSV of request,start_s,finish_s: overlapping requests.")
-    ] = None,
-    last_token: LastToken = False,
-    decode: Annotated[
-        bool, typer.Option("--decode", help="Generated tokens take blocks too.")
-    ] = False,
-    warm_up: WarmUp = 0.0,
+    ] = None
+    decode: Annotated[bool, typer.Option("--decode", help="Generated tokens take blocks too.")] = (
+        False
+    )
     lmcache_order: Annotated[
         bool, typer.Option("--lmcache-order", help="Touch forward, as LMCache's simulator does.")
-    ] = False,
+    ] = False
     mark: Annotated[
         str | None, typer.Option(help="Your GPU's capacity, as for --at: marked in the plot.")
-    ] = None,
+    ] = None
     measured: Annotated[
         Path | None, typer.Option(help="CSV of gpu_blocks,hit_share: points to plot too.")
-    ] = None,
+    ] = None
+
+
+def curve(
+    source: TraceArguments,
+    asked: CurveArguments,
+    *,
+    last_token: LastToken = False,
+    warm_up: WarmUp = 0.0,
     starts: StartArguments,
     size: ModelArguments,
     outputs: OutputArguments,
@@ -132,17 +140,18 @@ def curve(
     from harness.traces.serving import Serving
 
     _check_outputs(source.trace, outputs)
-    points = read_measured(measured) if measured else ()
+    points = read_measured(asked.measured) if asked.measured else ()
     loaded = _load(source, starts, size)
-    marked = None if mark is None else loaded.capacity(mark)
+    marked = None if asked.mark is None else loaded.capacity(asked.mark)
+    forward = asked.lmcache_order
     run = run_curve(
         loaded,
-        Serving(last_token=last_token, decode=decode, warm_up=warm_up, forward=lmcache_order),
-        at=at,
-        targets=target or (),
-        policies=policy or (),
-        with_bands=bands,
-        concurrency=concurrency,
+        Serving(last_token=last_token, decode=asked.decode, warm_up=warm_up, forward=forward),
+        at=asked.at,
+        targets=asked.target or (),
+        policies=asked.policy or (),
+        with_bands=asked.bands,
+        concurrency=asked.concurrency,
     )
     _give(run.json, lambda: cliff(run, mark_blocks=marked, measured=points), outputs)
 
