@@ -63,11 +63,7 @@ def run_curve(
     capacity. ``concurrency``: CSV of ``request,start_s,finish_s`` instead of the serial order.
     """
     with input_errors():
-        for policy in policies:
-            if policy not in POLICY_NAMES:
-                raise ValueError(
-                    f"policy {policy!r} is not known; known: {', '.join(POLICY_NAMES)}"
-                )
+        _check_policies(policies)
         exact_from = None
         if concurrency is None:
             found = serial_curve(loaded, how, engine)
@@ -88,6 +84,13 @@ def run_curve(
         "warnings": [*loaded.warnings, *gpu_too_small(loaded, capacities)],
     }
     return CurveRun(loaded, found, content)
+
+
+def _check_policies(policies: Sequence[str]) -> None:
+    """Before a long trace is replayed in vain."""
+    for policy in policies:
+        if policy not in POLICY_NAMES:
+            raise ValueError(f"policy {policy!r} is not known; known: {', '.join(POLICY_NAMES)}")
 
 
 def _curve_json(loaded: Loaded, found: Curve) -> dict[str, Any]:
