@@ -1,6 +1,8 @@
 import csv
+import errno
 import itertools
 import json
+import os
 import random
 import re
 from collections import Counter
@@ -627,6 +629,109 @@ def test_a_trace_is_not_overwritten_by_what_is_made_of_it(
     with pytest.raises(InputError, match="is the trace itself"):
         kvcliff("compile", packed, packed)
     assert Path(trace).read_bytes() == before
+
+
+WRITERS = {
+    "t.jsonl": ["convert"],
+    "t.jsonl.gz": ["convert"],
+    "t.kvtrace.npz": ["compile"],
+    "c.csv": ["curve", "--csv"],
+    "c.svg": ["curve", "--plot"],
+}
+
+
+def write(kvcliff: Callable[..., Any], trace: str, out: Path) -> None:
+    command, *option = WRITERS[out.name]
+    kvcliff(command, trace, *option, str(out))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_of_the_user_beside_the_output_is_left_alone(
+    kvcliff: Callable[..., Any], trace: str, tmp_path: Path, name: str
+) -> None:
+    out = tmp_path / "out" / name
+    out.parent.mkdir()
+    mine = out.with_name(f"{name}.part")
+    mine.write_text("mine")
+    write(kvcliff, trace, out)
+    assert mine.read_text() == "mine"
+    assert sorted(p.name for p in out.parent.iterdir()) == [name, mine.name]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_link_stays_a_link_and_its_target_gets_the_content(
+    kvcliff: Callable[..., Any], trace: str, tmp_path: Path, name: str
+) -> None:
+    out = tmp_path / name
+    target = tmp_path / "elsewhere" / "real"
+    target.parent.mkdir()
+    target.write_text("old")
+    out.symlink_to(target)
+    write(kvcliff, trace, out)
+    assert out.is_symlink()
+    assert target.read_bytes() not in (b"old", b"")
+    assert [p.name for p in target.parent.iterdir()] == ["real"]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    kvcliff: Callable[..., Any],
+    trace: str,
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out" / name
+    out.parent.mkdir()
+    out.write_text("old")
+
+    def full(_fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=rf"cannot write '.*{name}': No space left"):
+        write(kvcliff, trace, out)
+    assert out.read_text() == "old"
+    assert [p.name for p in out.parent.iterdir()] == [name]
+
+
+def test_the_same_trace_is_converted_to_the_same_bytes(
+    kvcliff: Callable[..., Any], trace: str, tmp_path: Path
+) -> None:
+    for name in ("a.jsonl.gz", "b.jsonl.gz"):
+        kvcliff("convert", trace, str(tmp_path / name))
+    assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
+
+
+def test_no_output_takes_the_place_of_an_input(
+    kvcliff: Callable[..., Any], trace: str, model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(Path(trace).read_bytes())
+    (folder / "b.jsonl").symlink_to(trace)
+    for name, text in (
+        ("m.csv", "gpu_blocks,hit_share\n3,0.1\n"),
+        ("lives.csv", "request,start_s,finish_s\n0,2,9\n1,0,9\n2,1,9\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    measured, lives, model_csv = (str(tmp_path / n) for n in ("m.csv", "lives.csv", "config.json"))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    for words in (
+        ["convert", str(folder), str(folder / "a.jsonl")],
+        ["convert", str(folder), trace],  # through the link in the folder
+        ["convert", trace, str(model), "--model", str(model)],
+        ["convert", trace, str(model), "--model", str(tmp_path)],
+        ["curve", trace, "--measured", measured, "--csv", measured],
+        ["curve", trace, "--concurrency", lives, "--csv", lives],
+        ["curve", trace, "--model", str(model), "--csv", model_csv],
+        ["curve", trace, "--model", str(tmp_path), "--plot", model_csv],
+        ["surface", trace, "--model", str(model), "--csv", model_csv],
+    ):
+        with pytest.raises(InputError, match=r"is read by this command|is the trace itself"):
+            kvcliff(*words)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    kvcliff("convert", str(folder), str(folder / "new.txt"))
 
 
 def test_plots_may_be_asked_for_by_their_kind(
