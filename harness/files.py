@@ -4,7 +4,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         temporary.replace(target)
     except OSError as error:
-        if error.filename == str(temporary):
+        if error.filename in (None, str(temporary)):  # None: a write to a full disk
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     finally:
@@ -166,6 +166,21 @@ def refuse_irregular(path: Path) -> None:
     """InputError when ``path`` is there and no regular file: a rename would replace a device."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is no regular file; give the name of a file to write")
+
+
+def check_outputs(outputs: Sequence[Path], inputs: Iterable[Path] = ()) -> None:
+    """InputError unless ``outputs`` are files of their own that can be written: none of ``inputs``.
+
+    Links are followed. For a command to ask before it reads: nothing is lost, nor half written.
+    """
+    read = {_resolved(path) for path in inputs}
+    for path in outputs:
+        refuse_evidence(path)
+        refuse_missing_folder(path)
+        if _resolved(path) in read:
+            raise InputError(f"{path} is read by this command; give the name of another file")
+    if len({_resolved(path) for path in outputs}) < len(outputs):
+        raise InputError(f"two outputs are one file: {', '.join(map(str, outputs))}")
 
 
 def refuse_evidence(path: Path) -> None:

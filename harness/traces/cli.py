@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness import console
-from harness.errors import InputError
-from harness.files import refuse_evidence, refuse_missing_folder
+from harness.files import check_outputs
 from harness.traces.arguments import (
     AsJson,
     LastToken,
@@ -46,7 +45,7 @@ def compile_command(
     """Compile a trace to a small file."""
     from harness.traces.compile import compile_trace
 
-    _check_files(source.trace, [output])
+    check_outputs([output], _inputs(source.trace))
     with ReadProgress() as reading:
         content = compile_trace(source.trace, output, _options(source), progress=reading.told)
     _show(content, as_json=as_json)
@@ -75,7 +74,8 @@ def convert(
     """Write a trace for another tool."""
     from harness.traces.convert import convert_trace
 
-    _check_files(source.trace, [output])
+    folder = _model(size.model)
+    check_outputs([output], _inputs(source.trace, folder))
     with ReadProgress() as reading:
         content = convert_trace(
             source.trace,
@@ -83,7 +83,7 @@ def convert(
             target,
             _options(source),
             chunk_tokens=chunk_tokens,
-            model=_model(size.model),
+            model=folder,
             kv_dtype=size.kv_dtype,
             progress=reading.told,
         )
@@ -139,9 +139,10 @@ def curve(
     from harness.traces.plots import cliff
     from harness.traces.serving import Serving
 
-    _check_outputs(source.trace, outputs)
+    model = _model(size.model)
+    _check_outputs(outputs, _inputs(source.trace, model, asked.measured, asked.concurrency))
     points = read_measured(asked.measured) if asked.measured else ()
-    loaded = _load(source, starts, size)
+    loaded = _load(source, starts, model, size.kv_dtype)
     marked = None if asked.mark is None else loaded.capacity(asked.mark)
     forward = asked.lmcache_order
     run = run_curve(
@@ -178,9 +179,10 @@ def surface(
     from harness.traces.serving import Serving
     from harness.traces.surface import run_surface
 
-    _check_outputs(source.trace, outputs)
+    model = _model(size.model)
+    _check_outputs(outputs, _inputs(source.trace, model))
     run = run_surface(
-        _load(source, starts, size),
+        _load(source, starts, model, size.kv_dtype),
         Serving(last_token=last_token, warm_up=warm_up),
         gpu=gpu,
         host=host,
@@ -212,39 +214,39 @@ def _model(name: str | None) -> Path | None:
         return find_model(name)
 
 
-def _load(source: TraceArguments, starts: StartArguments, size: ModelArguments) -> "Loaded":
+def _load(
+    source: TraceArguments, starts: StartArguments, model: Path | None, kv_dtype: str
+) -> "Loaded":
     from harness.traces.load import load
 
-    model = _model(size.model)
     with ReadProgress() as reading:
         return load(
             source.trace,
             _options(source, starts),
             model=model,
-            kv_dtype=size.kv_dtype,
+            kv_dtype=kv_dtype,
             progress=reading.told,
         )
 
 
-def _check_outputs(trace: str, outputs: OutputArguments) -> None:
+def _inputs(trace: str, model: Path | None = None, *files: Path | None) -> list[Path]:
+    """Every file the command reads."""
+    from sim.curves.sources import files_of
+
+    read = [] if trace == "-" else files_of(Path(trace))
+    if model is not None:
+        read.append(model / "config.json" if model.is_dir() else model)
+    return read + [file for file in files if file is not None]
+
+
+def _check_outputs(outputs: OutputArguments, inputs: list[Path]) -> None:
     """Refuse what cannot be written before a long trace is read, or half of it written."""
     from harness.charting import check_ending
 
     plots = outputs.plot or []
     for path in plots:
         check_ending(path)
-    _check_files(trace, [*plots, *([outputs.csv] if outputs.csv else ())])
-
-
-def _check_files(trace: str, outputs: list[Path]) -> None:
-    """InputError unless ``outputs`` are files of their own that can be written."""
-    for path in outputs:
-        refuse_evidence(path)
-        refuse_missing_folder(path)
-        if trace != "-" and path.resolve() == Path(trace).resolve():
-            raise InputError(f"{path} is the trace itself; give the name of another file")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise InputError(f"two outputs are one file: {', '.join(map(str, outputs))}")
+    check_outputs([*plots, *([outputs.csv] if outputs.csv else ())], inputs)
 
 
 def _give(content: dict[str, Any], draw: "Callable[[], Chart]", outputs: OutputArguments) -> None:

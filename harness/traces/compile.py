@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError
+from harness.files import replacing
 from harness.traces.describe import description
-from harness.traces.load import Progress, TraceOptions, input_errors, load, read_tree, writing
+from harness.traces.load import Progress, TraceOptions, input_errors, load, read_tree
 from sim.curves import compiled
 
 
@@ -18,7 +19,7 @@ def compile_trace(
     with input_errors():
         tree = read_tree(path, options, progress)
     notes = {"full_blocks": options.full_blocks, "from": Path(path).name}
-    with writing(output):
-        compiled.save(tree, output, notes=notes)
+    with replacing(output) as temporary:
+        compiled.save(tree, temporary, notes=notes)
     loaded = load(str(output), TraceOptions())
     return {**description(loaded), "output": str(output), "output_bytes": output.stat().st_size}

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from harness.traces.load import SCHEMA, Progress, TraceOptions, input_errors, load, writing
+from harness.files import replacing
+from harness.traces.load import SCHEMA, Progress, TraceOptions, input_errors, load
 from sim.curves.convert import convert
 from sim.curves.formats import MOONCAKE_BLOCK_TOKENS
 
@@ -28,14 +29,15 @@ def convert_trace(
             f"Mooncake rows name no block size and readers take {MOONCAKE_BLOCK_TOKENS} tokens; these "
             f"have {loaded.ruler.block_tokens}: read them with --block-tokens"
         )
-    with input_errors(), writing(output):
+    with input_errors(), replacing(output) as temporary:
         written = convert(
             loaded.tree,
             target,
-            output,
+            temporary,
             order=loaded.order,
             chunk_tokens=chunk_tokens,
             kv_bytes_per_token=2 if per_token is None else max(1, round(per_token)),
+            compress=output.suffix == ".gz",
         )
     return {
         "schema": SCHEMA,

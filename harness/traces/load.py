@@ -177,15 +177,6 @@ def input_errors() -> Iterator[None]:
         raise InputError(f"more than this machine's memory holds: {error}") from None
 
 
-@contextmanager
-def writing(output: Path) -> Iterator[None]:
-    """Turn what the system says about ``output`` into an InputError."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"cannot write {str(output)!r}: {error.strerror}") from None
-
-
 def head(tree: PrefixTree) -> dict[str, int]:
     """The fields every result begins with."""
     return {

@@ -9,7 +9,8 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from harness.console import err, out, say, table_of
-from harness.traces.load import share_of, writing
+from harness.files import replacing
+from harness.traces.load import share_of
 from harness.vocabulary import SOURCES
 
 _MOST_PAIRS = 100
@@ -20,16 +21,13 @@ def write_csv(content: dict[str, Any], output: Path) -> None:
     """The points of a curve or surface as CSV, one a line, plain columns only."""
     points = content["points"]
     columns = [name for name, value in points[0].items() if not isinstance(value, dict | list)]
-    part = output.with_name(output.name + ".part")
-    with writing(output):
-        try:
-            with part.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(points)
-            part.replace(output)
-        finally:
-            part.unlink(missing_ok=True)
+    with (
+        replacing(output) as temporary,
+        temporary.open("w", encoding="utf-8", newline="") as file,
+    ):
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(points)
 
 
 def readable(content: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _MEMBERS = (
 
 
 def save(tree: PrefixTree, path: Path, *, notes: dict[str, Any] | None = None) -> None:
-    """Write ``tree`` to ``path`` whole or not at all; ``notes`` (JSON) come back from ``about``."""
+    """Write ``tree`` to ``path``; ``notes`` (JSON) come back from ``about``."""
     requests = tree.requests
     is_next = tree.parent == np.arange(len(tree.parent)) - 1
     times = np.concatenate([requests.time_ns, requests.session_start_ns])
@@ -62,13 +62,8 @@ def save(tree: PrefixTree, path: Path, *, notes: dict[str, Any] | None = None) -
         "input_tokens": _small(np.diff(requests.input_tokens, prepend=0)),
         "output_tokens": _small(requests.output_tokens),
     }
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("wb") as file:
-            np.savez_compressed(file, **members)  # type: ignore[arg-type]
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with path.open("wb") as file:  # by its path numpy would add an ending
+        np.savez_compressed(file, **members)  # type: ignore[arg-type]
 
 
 def is_compiled(path: Path) -> bool:

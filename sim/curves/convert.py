@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,13 +23,14 @@ def convert(
     order: Ints | None = None,
     chunk_tokens: int | None = None,
     kv_bytes_per_token: int = 2,
+    compress: bool = False,
 ) -> int:
     """Write the requests of ``tree`` by arrival; returns how many.
 
     "lmcache": lookup-hash JSONL as LMCache 0.5.6's MP server logs it and its cache simulator
     reads it, in chunks of ``chunk_tokens`` (default: the trace's block). "mooncake": block ids
-    numbered afresh. ``.gz`` is compressed. The file is whole or absent. Raises ValueError for an
-    unknown target or a chunk out of range.
+    numbered afresh. ``compress``: with gzip. Raises ValueError for an unknown target or a chunk
+    out of range, before anything is written.
     """
     if target not in TARGETS:
         raise ValueError(f"target {target!r} is not known; known: {', '.join(TARGETS)}")
@@ -39,23 +41,17 @@ def convert(
         rows = _lookups(tree, order, chunk_tokens or tree.requests.block_tokens, kv_bytes_per_token)
     else:
         rows = _mooncake(tree, order)
-    part = path.with_name(path.name + ".part")
     n = 0
-    try:
-        with _open(part, compress=path.suffix == ".gz") as file:
-            for row in rows:
-                file.write(json.dumps(row) + "\n")
-                n += 1
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with path.open("wb") as file, _packed(file) if compress else nullcontext(file) as stream:
+        for row in rows:
+            stream.write(json.dumps(row).encode() + b"\n")
+            n += 1
     return n
 
 
-def _open(path: Path, *, compress: bool) -> IO[str]:
-    if compress:
-        return gzip.open(path, "wt", encoding="utf-8", compresslevel=6)
-    return path.open("w", encoding="utf-8")
+def _packed(file: IO[bytes]) -> gzip.GzipFile:
+    # No name and no time: the same trace gives the same bytes.
+    return gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0)
 
 
 def lookup_events(

@@ -26,22 +26,24 @@ def sources(path: str) -> Iterator[tuple[str, bytes]]:
         yield from _unpacked("standard input", sys.stdin.buffer.read())
         return
     place = Path(path)
-    if place.is_dir():
-        files = sorted(file for file in place.iterdir() if file.name.endswith(ENDINGS))
-        if not files:
-            raise TraceError(f"{path}: the folder has no file ending in {', '.join(ENDINGS)}")
-        for file in files:
-            yield from _unpacked(str(file), _read(file))
-        return
-    yield from _unpacked(path, _read(place))
+    files = files_of(place)
+    if not files:
+        raise TraceError(f"{path}: the folder has no file ending in {', '.join(ENDINGS)}")
+    for file in files:
+        yield from _unpacked(str(file), _read(file))
+
+
+def files_of(place: Path) -> list[Path]:
+    """The files ``sources`` reads for ``place``, in order: those of a folder, or itself."""
+    if not place.is_dir():
+        return [place]
+    return sorted(file for file in place.iterdir() if file.name.endswith(ENDINGS))
 
 
 def expected_bytes(path: str) -> int | None:
     """Bytes ``sources`` will give for ``path``; None where only reading tells, as of a ``.gz``."""
-    place = Path(path)
     try:
-        files = list(place.iterdir()) if place.is_dir() else [place]
-        read = [file for file in files if file.name.endswith(ENDINGS) or file == place]
+        read = files_of(Path(path))
         if path == STDIN or any(file.suffix not in (".json", ".jsonl") for file in read):
             return None
         return sum(file.stat().st_size for file in read)

@@ -622,11 +622,11 @@ def test_a_trace_is_not_overwritten_by_what_is_made_of_it(
     before = Path(trace).read_bytes()
     (tmp_path / "link.jsonl").symlink_to(trace)
     for output in (trace, str(tmp_path / "link.jsonl")):
-        with pytest.raises(InputError, match="is the trace itself"):
+        with pytest.raises(InputError, match="is read by this command"):
             kvcliff("convert", trace, output)
     packed = str(tmp_path / "c.kvtrace.npz")
     kvcliff("compile", trace, packed)
-    with pytest.raises(InputError, match="is the trace itself"):
+    with pytest.raises(InputError, match="is read by this command"):
         kvcliff("compile", packed, packed)
     assert Path(trace).read_bytes() == before
 
@@ -689,7 +689,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InputError, match=rf"cannot write '.*{name}': No space left"):
+    with pytest.raises(OSError, match=rf"No space left on device: '.*{name}'"):
         write(kvcliff, trace, out)
     assert out.read_text() == "old"
     assert [p.name for p in out.parent.iterdir()] == [name]
@@ -728,7 +728,7 @@ def test_no_output_takes_the_place_of_an_input(
         ["curve", trace, "--model", str(tmp_path), "--plot", model_csv],
         ["surface", trace, "--model", str(model), "--csv", model_csv],
     ):
-        with pytest.raises(InputError, match=r"is read by this command|is the trace itself"):
+        with pytest.raises(InputError, match="is read by this command"):
             kvcliff(*words)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     kvcliff("convert", str(folder), str(folder / "new.txt"))
