@@ -139,8 +139,10 @@ class _Story:
 
 def _tell(events: Sequence[tuple[int, Event]]) -> _Story:
     story = _Story()
+    is_over = False
     for stamp, event in events:
         if event.data == DONE:
+            is_over = True
             continue
         if event.name == "error":
             story.error = story.error or f"error frame: {event.data[:ERROR_BODY_BYTES]}"
@@ -154,7 +156,7 @@ def _tell(events: Sequence[tuple[int, Event]]) -> _Story:
             story.error = story.error or f"an event is not a completion chunk: {event.data[:80]}"
         elif chunk.get("error") is not None or chunk.get("object") == "error":
             story.error = story.error or f"error frame: {_error_text(chunk)}"
-        else:
+        elif not is_over:  # tokens after [DONE] are not part of the answer, nor of its time
             _tell_chunk(story, stamp, chunk)
     return story
 

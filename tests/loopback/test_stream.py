@@ -409,6 +409,13 @@ def test_dribbling_stream_ends_at_its_deadline_although_each_read_is_quick(fake_
     assert result.error == "deadline: the stream had not ended after 0.4 s; 0 events had arrived"
 
 
+def test_a_token_event_after_done_neither_stretches_the_time_nor_counts(fake_server, ask):
+    raw = [[0, chunk("abcd", finish="length") + USAGE + DONE], [400, chunk("e")]]
+    result = ask(fake_server(SPEC, script=always({"raw": raw})))
+    assert (result.complete, result.output_tokens) == (True, 4)
+    assert result.total_ms < 300
+
+
 def test_body_that_does_not_end_after_done_costs_a_second_and_no_row(fake_server, ask):
     raw = [[0, chunk("a", finish="length") + USAGE + DONE], [60000, ": never\n\n"]]
     server = fake_server(SPEC, script=[nth(1, {"raw": raw})])
