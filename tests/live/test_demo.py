@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 PLAN = """
 schema = 1
 name = "live"
-order = ["baseline", "lmcache", "control"]
+order = ["baseline", "lmcache-mp", "control"]
 [workload]
 documents = 4
 document_tokens = 768
@@ -38,7 +38,7 @@ max_model_len = 1024
 gib = 0.25
 [control]
 num_gpu_blocks = 200
-[arms.lmcache]
+[arms.lmcache-mp]
 tier = "lmcache-mp"
 """
 CHUNK_BYTES = 256 * 12_288  # tokens a chunk x KV bytes a token of the tiny model
@@ -85,17 +85,17 @@ def test_the_replay_is_computed_without_the_tier_and_loaded_with_it(
 ) -> None:
     for doc in range(4):
         assert sources(rows["baseline", "pass2-replay", doc]) == (788, 0, 0)
-        assert sources(rows["lmcache", "pass2-replay", doc]) == (20, 0, 768)
-        assert rows["lmcache", "pass2-replay", doc].loaded_bytes == 3 * CHUNK_BYTES
+        assert sources(rows["lmcache-mp", "pass2-replay", doc]) == (20, 0, 768)
+        assert rows["lmcache-mp", "pass2-replay", doc].loaded_bytes == 3 * CHUNK_BYTES
 
 
 def test_the_reverse_pass_has_gpu_hits_one_partial_hit_and_host_loads(
     rows: dict[tuple[str, str, int], Row],
 ) -> None:
-    reverse = [sources(rows["lmcache", "pass3-reverse", doc]) for doc in (3, 2, 1, 0)]
+    reverse = [sources(rows["lmcache-mp", "pass3-reverse", doc]) for doc in (3, 2, 1, 0)]
     assert reverse == [(20, 768, 0), (20, 768, 0), (20, 288, 480), (20, 0, 768)]
     # 480 tokens are counted, yet whole chunks move: 288 tokens end inside the second chunk.
-    assert rows["lmcache", "pass3-reverse", 1].loaded_bytes == 2 * CHUNK_BYTES
+    assert rows["lmcache-mp", "pass3-reverse", 1].loaded_bytes == 2 * CHUNK_BYTES
     assert sources(rows["baseline", "pass3-reverse", 1]) == (500, 288, 0)
 
 

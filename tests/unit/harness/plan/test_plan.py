@@ -80,7 +80,8 @@ def test_an_unknown_preset_lists_the_known_ones() -> None:
 def test_the_standard_order_gives_five_sessions_with_names_in_order() -> None:
     keys = planned_keys(load_plan("demo").model_copy(update={"workload": make_plan().workload}))
     sessions = list(dict.fromkeys(session for session, _, _ in keys))
-    assert sessions == ["01-baseline", "02-lmcache", "03-lmcache", "04-baseline", "05-control"]
+    treatment = ["02-lmcache-mp", "03-lmcache-mp"]
+    assert sessions == ["01-baseline", *treatment, "04-baseline", "05-control"]
 
 
 def test_arms_differ_in_the_host_tier_alone_and_the_control_also_in_gpu_blocks(
