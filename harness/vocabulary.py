@@ -33,7 +33,8 @@ REQUEST_SOURCES = {
 
 
 def _in_words(parts: tuple[Source, ...]) -> str:
-    first, *rest = (part.word for part in parts)
+    # A document's tokens were there before: computing them is computing them again.
+    first, *rest = ("recomputed" if part is COMPUTED else part.word for part in parts)
     return f"part {first}, rest {rest[0]}" if rest else first
 
 

@@ -65,10 +65,10 @@ def test_plan_starts_nothing_and_predicts_the_cliff_of_the_demo(
     assert content["predicted"]["baseline"]["pass2-replay"] == {
         "computed": 20_680, "gpu_hit": 0, "host_loaded": 0
     }  # fmt: skip
-    assert content["predicted"]["lmcache"]["pass2-replay"] == {
+    assert content["predicted"]["lmcache-mp"]["pass2-replay"] == {
         "computed": 200, "gpu_hit": 0, "host_loaded": 20_480
     }  # fmt: skip
-    assert content["predicted"]["lmcache"]["pass3-reverse"]["gpu_hit"] == 8_192 + 1_088
+    assert content["predicted"]["lmcache-mp"]["pass3-reverse"]["gpu_hit"] == 8_192 + 1_088
     assert content["warnings"] == []
     assert list(tmp_path.glob("results/*")) == []
 
