@@ -32,7 +32,7 @@ from sim.curves.surface import surface
 from sim.curves.synthetic import random_trace, trace_of
 from sim.curves.trace import Trace
 from sim.curves.tree import PrefixTree, build_tree
-from sim.tiers.spec import HostChunks
+from sim.tiers.lmcache_mp import HostChunks
 
 ENGINES = ("plain", "numba")
 

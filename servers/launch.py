@@ -106,7 +106,11 @@ def launch(
     transfer = choose_transfer(arm)
     devices = devices_of(arm, os.environ)
     processes.sweep(ledger)
-    ports = ports or free_ports(arm.host.kind if arm.host else None)
+    tier = arm.tier
+    ports = ports or free_ports(
+        with_connector=tier is not None and tier.has_server,
+        with_http=tier is not None and tier.has_lmcache,
+    )
     model_name = f"kvcliff-{session}-{secrets.token_hex(4)}"
     with _work_dir() as work_dir:
         commands = render(

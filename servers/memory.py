@@ -7,13 +7,14 @@ from typing import Final
 import psutil
 
 from servers.arms import GIB, Arm
-from servers.command import Transfer, is_local
+from servers.command import is_local
 from servers.errors import LaunchError
+from servers.tiers.base import Transfer
 from sim.geometry import KvGeometry
 
 MIB: Final = 2**20
 # The segment is page aligned and a little larger than the pool.
-_SEGMENT_HEADROOM: Final = 1.1
+SEGMENT_HEADROOM: Final = 1.1
 
 
 def check_host_memory(arm: Arm) -> None:
@@ -59,7 +60,7 @@ def transfer_for(pool_bytes: int, *, shm_bytes: int, shm_free_bytes: int) -> Tra
     one machine decide alike (containers often have 64 MiB; writing past it is a bus error).
     LaunchError when the pool would fit but for what others keep there.
     """
-    needed = int(pool_bytes * _SEGMENT_HEADROOM)
+    needed = int(pool_bytes * SEGMENT_HEADROOM)
     if shm_bytes < needed:
         return "engine_driven"
     if shm_free_bytes < needed:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from servers.arms import TierKind
 from servers.errors import LaunchError
 
 HOST: Final = "127.0.0.1"
@@ -23,9 +22,24 @@ class Ports:
     lmcache: int | None = None
     lmcache_http: int | None = None
 
+    @property
+    def connector(self) -> int:
+        """Where vLLM's connector reaches LMCache's server; ValueError without such a port."""
+        return self._given(self.lmcache)
 
-def free_ports(tier: TierKind | None = None) -> Ports:
-    """Ports for vLLM and ``tier`` that nobody uses now, outside the range the kernel gives clients.
+    @property
+    def http(self) -> int:
+        """Where LMCache answers HTTP; ValueError without such a port."""
+        return self._given(self.lmcache_http)
+
+    def _given(self, port: int | None) -> int:
+        if port is None:
+            raise ValueError(f"the arm has a host tier but {self} has no ports for it")
+        return port
+
+
+def free_ports(*, with_connector: bool = False, with_http: bool = False) -> Ports:
+    """Ports nobody uses now, outside the range the kernel gives clients: vLLM's and those asked for.
 
     Inside that range any outgoing connection could take the port before the server binds it, and
     a client polling a port nobody listens on can even connect to itself.
@@ -33,7 +47,7 @@ def free_ports(tier: TierKind | None = None) -> Ports:
     low, high = _client_port_range()
     candidates = [*range(max(10_000, low - 15_000), low)] or [*range(high + 1, 65_536)]
     random.SystemRandom().shuffle(candidates)
-    wanted = {"lmcache-mp": 3, "lmcache": 2}.get(tier or "", 1)
+    wanted = 1 + with_connector + with_http
     chosen: list[int] = []
     for port in candidates:
         if len(chosen) == wanted:
@@ -45,8 +59,9 @@ def free_ports(tier: TierKind | None = None) -> Ports:
             f"no {wanted} free TCP ports among {len(candidates)} tried on {HOST}",
             hint="end programs that hold ports, or widen what lies outside ip_local_port_range",
         )
-    # LMCache in vLLM's process has no port for a connector, only its HTTP one.
-    return Ports(chosen[0], None, chosen[1]) if tier == "lmcache" else Ports(*chosen)
+    vllm, *others = chosen
+    http = others.pop() if with_http else None
+    return Ports(vllm, others.pop() if with_connector else None, http)
 
 
 def check_ports_free(ports: Ports) -> None:
@@ -86,17 +101,3 @@ def accepts(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((HOST, port)) == 0
-
-
-def _connector_port(ports: Ports) -> int:
-    return _given(ports.lmcache, ports)
-
-
-def _http_port(ports: Ports) -> int:
-    return _given(ports.lmcache_http, ports)
-
-
-def _given(port: int | None, ports: Ports) -> int:
-    if port is None:
-        raise ValueError(f"the arm has a host tier but {ports} has no ports for it")
-    return port

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sim.layout import KvLayout
-from sim.tiers.spec import align_up
+from sim.tiers.host import align_up
 
 GIB = 2**30
 

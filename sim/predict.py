@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sim.split import TokenSplit
-from sim.tiers.host import HostRequest, HostShare
-from sim.tiers.spec import NotPredictable, PrefixKeys, TierSpec, open_gpu, open_host
+from sim.tiers.host import HostRequest, HostShare, NotPredictable
+from sim.tiers.prefix_keys import PrefixKeys
+from sim.tiers.registry import open_gpu, open_host
+from sim.tiers.spec import TierSpec
 from sim.workload import Request
 
 __all__ = ["NotPredictable", "Prediction", "Predictor", "TierSpec", "predict"]

@@ -8,37 +8,12 @@ why absence means "none yet".
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from harness.counters.pages import (
-    HOST_SERIES,
-    STATE_NAMES,
-    CounterError,
-    CounterReset,
-    ForeignTraffic,
-    MissingSeries,
-    ScrapeError,
-    UnreachableError,
-    require_split,
-    tier_of,
-)
-from harness.counters.tiers.base import Measured, require_one, with_tier
+from harness.counters.errors import CounterError, CounterReset, ForeignTraffic, MissingSeries
+from harness.counters.pages import SPLIT_NAMES, require_split
+from harness.counters.tiers.base import Measured, require_one
+from harness.counters.tiers.registry import COUNTED, STATE_NAMES, tier_of, with_tier
 from sim.split import TokenSplit
-
-__all__ = [
-    "CounterError",
-    "CounterReset",
-    "ForeignTraffic",
-    "Measured",
-    "MissingSeries",
-    "ScrapeError",
-    "Snapshot",
-    "UnreachableError",
-    "delta",
-    "derive",
-]
-
-_SPLIT_NAMES = ("prompt_computed", "prompt_gpu_hit", "prompt_host_loaded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +80,18 @@ def derive(
             hint="give the server more KV blocks or shorten the prompts",
         )
     require_one(moved["finished"], "vLLM finished", "requests")
-    split, source = _split(moved, prompt_tokens, with_host=tier_of(after) is not None)
     return with_tier(
-        Measured(split, source, finished=1),
+        Measured(_split(moved, prompt_tokens, with_host=tier_of(after) is not None)),
         moved,
         after,
         chunk_tokens=chunk_tokens,
         chunk_bytes=chunk_bytes,
     )
+
+
+_MAY_APPEAR = {
+    s.name for tier in COUNTED.values() for s in tier.host_series if s.presence == "optional"
+}
 
 
 def _moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
@@ -124,7 +103,7 @@ def _moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int
         if name not in before or name not in after:
             raise MissingSeries(f"{name} is not among the counters: {sorted(after)}")
     appeared = set(after) - set(before) - STATE_NAMES
-    late = sorted(appeared - {s.name for s in HOST_SERIES if s.presence == "optional"})
+    late = sorted(appeared - _MAY_APPEAR)
     if late:
         raise MissingSeries(f"{', '.join(late)} not exported before the request, only after it")
     moved = {n: v - before.get(n, 0) for n, v in after.items() if n not in STATE_NAMES}
@@ -137,16 +116,14 @@ def _moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int
     return moved
 
 
-def _split(
-    moved: Mapping[str, int], prompt_tokens: int, *, with_host: bool
-) -> tuple[TokenSplit, Literal["prompt_tokens_by_source", "prefix_cache_hits"]]:
-    if all(name in moved for name in _SPLIT_NAMES):
-        computed, gpu_hit, loaded = (moved[name] for name in _SPLIT_NAMES)
+def _split(moved: Mapping[str, int], prompt_tokens: int, *, with_host: bool) -> TokenSplit:
+    if all(name in moved for name in SPLIT_NAMES):
+        computed, gpu_hit, loaded = (moved[name] for name in SPLIT_NAMES)
         # Until April 2026 a token recomputed after a full hit was counted as a hit as well.
         again = moved.get("prompt_recomputed", 0)
         from_gpu = min(again, gpu_hit)
         gpu_hit, loaded = gpu_hit - from_gpu, loaded - (again - from_gpu)
-        return _checked(prompt_tokens, computed, gpu_hit, loaded), "prompt_tokens_by_source"
+        return _checked(prompt_tokens, computed, gpu_hit, loaded)
     require_split(moved, with_host=with_host)
     if moved["prefix_queries"] != prompt_tokens:
         # vLLM < 0.27 queries again each time a connector defers the request (#48860).
@@ -158,7 +135,7 @@ def _split(
     # Without a host tier nothing external can be hit, exported or not.
     gpu_hit, loaded = moved["prefix_hits"], moved.get("external_hits", 0)
     computed = moved["prompt_tokens"] - gpu_hit - loaded
-    return _checked(prompt_tokens, computed, gpu_hit, loaded), "prefix_cache_hits"
+    return _checked(prompt_tokens, computed, gpu_hit, loaded)
 
 
 def _checked(prompt_tokens: int, computed: int, gpu_hit: int, host_loaded: int) -> TokenSplit:

@@ -14,21 +14,17 @@ from harness.errors import InputError
 from harness.forecast.deployment_file import _REQUEST_IN_BLOCKS, Deployment
 from harness.forecast.deployment_text import sentences
 from harness.forecast.edges import host_edge_of, is_affordable, least_from
+from servers.tiers.registry import served_tier
 from sim.geometry import GIB, find_model
 from sim.layout import KvGroup, KvLayout
 from sim.predict import NotPredictable, Predictor, TierSpec
 from sim.split import TokenSplit
-from sim.tiers.host import HostRequest
-from sim.tiers.spec import align_up, engine_note
+from sim.tiers.host import HostRequest, align_up
+from sim.tiers.registry import model_of
+from sim.tiers.spec import engine_note
 from sim.workload import pass_name
 
 Passes = dict[str, dict[str, int]]
-
-_SIZE_IS = {
-    "lmcache": "per worker, max_local_cpu_size",
-    "lmcache-mp": "per server, --l1-size-gb",
-    "native": "for all workers, --kv-offloading-size",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +122,8 @@ def _sizes(deployment: Deployment, group: KvGroup) -> dict[str, Any]:
     # A latent is stored by one rank for all; otherwise every rank stores its own heads, and
     # in-process each into a store of its own.
     shares = 1
-    if group.kv_heads is not None and deployment.host != "lmcache":
+    served = served_tier(deployment.host)
+    if group.kv_heads is not None and not (served and served.is_per_worker):
         shares = deployment.tensor_parallel
     chunk_bytes = shares * align_up(worker * deployment.chunk_tokens)
     chunks = 0 if deployment.host == "none" else int(deployment.host_gib * GIB) // chunk_bytes
@@ -138,7 +135,7 @@ def _sizes(deployment: Deployment, group: KvGroup) -> dict[str, Any]:
         "host": {
             "kind": deployment.host,
             "gib": deployment.host_gib,
-            "gib_is": _SIZE_IS.get(deployment.host),
+            "gib_is": served.size_is if served else None,
             "chunk_bytes": chunk_bytes,
             "chunks": chunks,
             "tokens": chunks * deployment.chunk_tokens,
@@ -235,7 +232,8 @@ def _tiers(deployment: Deployment, host_chunks: int, *, chunk_bytes: int | None 
     if kind == "none":
         return tiers
     tiers = replace(tiers, host_chunks=host_chunks)
-    if kind != "lmcache-mp" or chunk_bytes is None:
+    model = model_of(kind)
+    if model is None or not model.has_watermark or chunk_bytes is None:
         return tiers
     return replace(tiers, host_bytes=int(deployment.host_gib * GIB), chunk_bytes=chunk_bytes)
 

@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from harness.errors import InputError
 from harness.files import describe_invalid
-from sim.tiers.spec import HostKind
+from servers.tiers.registry import keeps_blocks
+from sim.tiers.registry import model_of
+from sim.tiers.settings import DEFAULT_KIND, HostKind
 from sim.workload import PassOrder
 
 _MOST_BLOCKS = 5_000_000  # about 3 s a prediction, and up to ten are made
@@ -42,7 +44,7 @@ class Deployment(BaseModel):
     passes: Annotated[tuple[PassOrder, ...], Field(min_length=1, strict=False)] = ("fwd", "fwd")
     question_tokens: Count = 20
     output_tokens: Count = 16
-    host: HostKind = "lmcache-mp"
+    host: HostKind = DEFAULT_KIND
     host_gib: Annotated[float, Field(ge=0, le=1_048_576)] = 0.0
     engine: str = "0.32.0"
     kv_dtype: str = "auto"
@@ -57,7 +59,7 @@ class Deployment(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _chunks_of_native(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("host") == "native":
+        if isinstance(fields, dict) and keeps_blocks(fields.get("host")):
             return {"chunk_tokens": fields.get("block_size", 16)} | fields
         return fields
 
@@ -74,7 +76,8 @@ class Deployment(BaseModel):
     @property
     def evicts_early(self) -> bool:
         """Whether the host tier evicts before it is full."""
-        return self.host == "lmcache-mp" and self.policy != "noop"
+        model = model_of(self.host)
+        return model is not None and model.evicts_early(self.policy)
 
     @property
     def request_blocks(self) -> int:

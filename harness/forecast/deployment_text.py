@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from sim.tiers.registry import model_of
+
 if TYPE_CHECKING:
     from harness.forecast.deployment_file import Deployment
 
@@ -90,7 +92,11 @@ def _why_host_fails(
             f"{lead}: the host tier is no larger than the GPU tier and is written through, so it "
             "holds little that the GPU does not."
         )
-    rule = f" and evicts from {d.watermark:.0%} on" if d.host == "lmcache-mp" else ""
+    rule = (
+        f" and evicts from {d.watermark:.0%} on"
+        if (model := model_of(d.host)) and model.has_watermark
+        else ""
+    )
     if d.policy == "noop":
         rule = " and evicts nothing, so what comes late is never stored"
     walk = ""

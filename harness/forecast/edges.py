@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import compress
 
 from sim.predict import NotPredictable, Predictor
-from sim.tiers.host import HostRequest
-from sim.tiers.spec import PrefixKeys, TierSpec, align_up, open_host
+from sim.tiers.host import HostRequest, align_up
+from sim.tiers.prefix_keys import PrefixKeys
+from sim.tiers.registry import model_of, open_host
+from sim.tiers.spec import TierSpec
 from sim.workload import Request
 
 _STEPS = 12  # sizes tried on an axis before the edge between two of them is looked for
@@ -107,7 +109,8 @@ def host_edge_of(
     prompts, hits = [r.n_prompt for r in seen], [r.gpu_hit for r in seen]
     n_chunks = len({key for request in seen for key in request.chunks})
     largest = n_chunks + 2
-    if tiers.host_kind == "lmcache-mp" and tiers.policy != "noop":
+    model = model_of(tiers.host_kind)
+    if model is not None and model.evicts_early(tiers.policy):
         # Never reaches the watermark, where there is a size that does not.
         largest = int(min(n_chunks / tiers.watermark, _ENDLESS_CHUNKS)) + 2
     best = _loads(seen, tiers, largest)

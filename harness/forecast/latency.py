@@ -17,6 +17,7 @@ from harness.files import describe_invalid, load_json
 from harness.plan.experiment import Experiment
 from harness.plan.labels import BASELINE
 from servers.arms import Arm
+from servers.tiers.registry import SERVED
 from sim.dense import DenseShape
 from sim.latency.model import NAMES, LatencyModel, Measured, Shape, fit
 from sim.predict import Prediction
@@ -29,9 +30,7 @@ PRIOR_BYTES_PER_S = 50e9
 # What is neither prefill nor load: HTTP, scheduling, sampling, the first event.
 REQUEST_S = 0.010
 # Finding, pinning and scattering a chunk, besides its bytes; vLLM's own tiers copy small blocks.
-CHUNK_S: Mapping[str, float] = {
-    "lmcache": 0.5e-3, "lmcache-mp": 0.5e-3, "native": 0.05e-3, "simple": 0.05e-3,
-}  # fmt: skip
+CHUNK_S: Mapping[str, float] = {kind: tier.prior_chunk_s for kind, tier in SERVED.items()}
 # A session on a GPU: interpreter, CUDA, profiling, compiling and graphs, stop.
 START_S = 75.0
 PIN_S_PER_GIB = 0.5

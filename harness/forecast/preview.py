@@ -23,6 +23,7 @@ from harness.plan.experiment import Experiment, SessionPlan
 from harness.plan.labels import BASELINE, CONTROL
 from servers.arms import Arm
 from servers.command import Command, render
+from servers.memory import SEGMENT_HEADROOM
 from servers.ports import Ports
 from sim.predict import NotPredictable, Prediction
 from sim.split import class_of
@@ -33,7 +34,6 @@ from sim.tiers.spec import engine_note
 _SESSION_S = 27.0
 _CPU_PREFILL_S_PER_TOKEN = 0.40e-3
 # LMCache's segment in /dev/shm is page aligned and a little larger than the pool.
-_SEGMENT_HEADROOM = 1.1
 
 Predictions = Mapping[str, list[Prediction]]
 
@@ -138,14 +138,11 @@ def _memory(experiment: Experiment, arm: Arm) -> dict[str, Any]:
     part of the host's.
     """
     needs = needs_of(replace(experiment, sessions=(SessionPlan(1, arm),)))
-    kind, is_gpu = arm.host.kind if arm.host else None, arm.server.build == "gpu"
     shm = 0
-    if kind == "lmcache-mp" and not is_gpu:  # the KV pool itself, shared with LMCache's server
-        shm = int(needs.pool_bytes * _SEGMENT_HEADROOM)
-    elif is_gpu and kind in ("native", "lmcache-mp"):
-        # vLLM's tier is a file there (vLLM 0.32, shared_offload_region.py); LMCache's server uses
-        # it where it is large enough and says so where it is not.
-        shm = needs.tier_bytes
+    if arm.tier is not None and arm.server.build == "gpu":
+        shm = needs.tier_bytes if arm.tier.lies_in_shm else 0
+    elif arm.tier is not None and arm.tier.has_server:  # the KV pool itself, shared with it
+        shm = int(needs.pool_bytes * SEGMENT_HEADROOM)
     return {**asdict(needs), "shm_bytes": shm}
 
 

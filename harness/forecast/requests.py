@@ -11,6 +11,8 @@ Two ways to say a prompt:
 segments one after the other. The token at position p of a segment depends on ``(name, p)`` alone:
 segments of one name are equal as far as the shorter one goes, segments of two names have no token
 in common, and none with a prompt of ids. Two prompts share a prefix as far as their tokens agree
+from servers.tiers.registry import keeps_blocks
+from sim.tiers.registry import model_of
 from the start, so ``[["a", 100], ["b", 50]]`` and ``[["a", 120]]`` share 100 tokens, and
 ``[["a", 50], ["a", 50]]`` and ``[["a", 100]]`` share 50: a segment always starts at position 0.
 
@@ -32,10 +34,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from harness.errors import InputError
 from harness.files import describe_invalid, load_json
+from servers.tiers.registry import keeps_blocks
 from sim.geometry import KvGeometry, find_model
 from sim.predict import NotPredictable, Prediction, TierSpec
 from sim.streaming import StreamPredictor, segment_ids
-from sim.tiers.spec import HostKind, align_up, engine_note
+from sim.tiers.host import align_up
+from sim.tiers.registry import model_of
+from sim.tiers.settings import HostKind
+from sim.tiers.spec import engine_note
 
 STDIN = "-"
 
@@ -97,7 +103,7 @@ class PredictSpec(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _chunks_of_native(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("host") == "native" and "block_size" in fields:
+        if isinstance(fields, dict) and "block_size" in fields and keeps_blocks(fields.get("host")):
             return {"chunk_size": fields["block_size"]} | fields
         return fields
 
@@ -333,10 +339,11 @@ def _tiers(spec: PredictSpec, chunk_bytes: int | None) -> TierSpec:
     if spec.host == "none":  # a spec may describe a host tier and leave it out
         host_chunks = host_bytes = chunk_bytes = None
     elif host_chunks is None:
-        if host_bytes is None or chunk_bytes is None or spec.host == "native":
+        if host_bytes is None or chunk_bytes is None or keeps_blocks(spec.host):
             raise ValueError(f"host_chunks is missing; host {spec.host!r} needs it")
         host_chunks = host_bytes // align_up(chunk_bytes)
-    is_exact = spec.host == "lmcache-mp" and host_bytes is not None
+    model = model_of(spec.host)
+    is_exact = model is not None and model.has_watermark and host_bytes is not None
     return TierSpec(
         engine=spec.engine,
         block_size=spec.block_size,

@@ -13,7 +13,8 @@ from harness.plan.experiment import Experiment
 from harness.plan.labels import BASELINE, CONTROL
 from sim.geometry import GIB
 from sim.predict import Prediction
-from sim.tiers.spec import align_up
+from sim.tiers.host import align_up
+from sim.tiers.registry import MODELS
 from sim.workload import pass_name
 
 
@@ -43,7 +44,7 @@ class Outlook:
     def watermark(self) -> float:
         """The share of the host tier from which on it evicts; only LMCache's server has one."""
         host = self.experiment.treatment.host
-        return host.watermark if host is not None and host.kind == "lmcache-mp" else 1.0
+        return host.watermark if host is not None and MODELS[host.kind].has_watermark else 1.0
 
     @property
     def gpu_blocks(self) -> int:
@@ -214,7 +215,8 @@ def _short_text(tier: str, missing: str, walks: Sequence[str]) -> str:
 def _may_freeze(outlook: Outlook) -> Iterator[str]:
     """A store is all or nothing and evicts nothing; only the watermark's timer makes room."""
     plan, host = outlook.experiment.plan, outlook.experiment.treatment.host
-    if host is None or host.kind != "lmcache-mp":  # the other tiers make room when they store
+    # Other tiers make room when they store.
+    if host is None or not MODELS[host.kind].has_watermark:
         return
     per_prompt = outlook.prompt_tokens // plan.host.chunk_tokens
     capacity, watermark = outlook.host_chunks, plan.host.watermark

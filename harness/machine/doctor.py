@@ -87,7 +87,7 @@ def _engines(build: Build, driver_cuda: str | None) -> Iterator[Check]:
         yield Check("engines", "ok", text)
     for trouble in installed.troubles(found, driver_cuda):
         yield Check("versions", trouble.status, trouble.text, trouble.remedy)
-    n_wanted, missing = installed.missing_counters()
+    n_wanted, missing = installed.missing_series()
     if missing:
         yield Check(
             "counters",
@@ -147,7 +147,7 @@ def _shared_memory(arms: list[Arm], needs: Needs) -> Check:
         return Check(what, "warning", "missing", "mount it: the engines share memory there")
     free = shutil.disk_usage(place).free
     text = f"{free / GIB:.1f} GiB free"
-    with_server = [arm for arm in arms if arm.has_lmcache_server]
+    with_server = [arm for arm in arms if arm.tier is not None and arm.tier.has_server]
     if not with_server:
         return Check(what, "ok", text)
     if needs.gpu_bytes is not None:
@@ -173,7 +173,7 @@ def _shared_memory(arms: list[Arm], needs: Needs) -> Check:
 
 def _ports() -> Check:
     try:
-        ports = free_ports("lmcache-mp")
+        ports = free_ports(with_connector=True, with_http=True)
     except LaunchError as error:
         return Check("ports", "error", str(error), error.hint)
     chosen = (ports.vllm, ports.lmcache, ports.lmcache_http)

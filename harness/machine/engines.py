@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from harness.counters.pages import HOST_SERIES, TIER_SERIES_OF_VLLM, VLLM_SERIES, Series
+from harness.counters.tiers.registry import ALL_SERIES
 from servers.arms import SUPPORTED, Build
+from servers.series import Series
 
 # The torch whose C++ interface LMCache's CUDA extension (PyPI wheel) was built with. Found by the
 # line numbers in its assertion texts against torch's headers, or by LMCache's own build pin; from
@@ -110,37 +111,39 @@ def troubles(found: Versions, driver_cuda: str | None) -> Iterator[Trouble]:
         )
 
 
-def missing_counters() -> tuple[int, list[str]]:
-    """How many counters were looked for, and those the installed engines' source cannot export.
+def missing_series() -> tuple[int, list[str]]:
+    """How many series were looked for, and those the installed engines' source cannot export.
 
-    Looked for is what ``harness.counters.pages`` needs or reads as 0 while absent. An optional
-    counter may be absent: reconciliation then says what it does without.
+    Looked for is what kvcliff needs or reads as 0 while absent, counters and gauges. An optional
+    one may be absent: reconciliation then says what it does without.
     """
-    vllm_series = (*VLLM_SERIES, *(s for tier in TIER_SERIES_OF_VLLM.values() for s in tier))
     n_wanted, missing = 0, []
-    for package, series in (("vllm", vllm_series), ("lmcache", HOST_SERIES)):
+    for package, prefix in (("vllm", "vllm:"), ("lmcache", "lmcache")):
         if package_folder(package) is None:
             continue
-        exported = exported_counters(package)
-        needed = {s.sample for s in series if s.presence != "optional"}
+        exported = exported_series(package)
+        series = [s for s in ALL_SERIES if s.sample.startswith(prefix)]
+        needed = [s for s in series if s.presence != "optional"]
         n_wanted += len(needed)
-        missing += sorted(needed - exported)
+        missing += sorted(s.sample for s in needed if not exported.intersection(s.samples))
         if package == "vllm" and not _has_split(series, exported):
             missing.append("any set of counters that splits prompt tokens by source")
     return n_wanted, missing
 
 
-def exported_counters(package: str) -> set[str]:
-    """Sample names of the counters ``vllm`` or ``lmcache`` as installed can export, by its source.
+def exported_series(package: str) -> set[str]:
+    """Sample names that ``vllm`` or ``lmcache`` as installed can export, by its source.
 
-    ``_total`` included; vLLM's other metrics are among them. Empty when it is not installed.
+    Every name is there with ``_total`` and without: which of them are counters is not looked up for
+    vLLM. Empty when the package is not installed.
     """
     folder = package_folder(package)
     if folder is None:
         return set()
     if package == "vllm":
-        return _prometheus_names(_sources(folder, mark=b"vllm:"))
-    return _open_telemetry_names(_sources(folder, mark=b"lmcache_mp"))
+        return _prometheus_names(_sources(folder, mark=b"vllm:"), r"vllm:[a-z0-9_]+")
+    in_process = _prometheus_names(_sources(folder, mark=b"lmcache:"), r"lmcache:[a-z0-9_]+")
+    return in_process | _open_telemetry_names(_sources(folder, mark=b"lmcache_mp"))
 
 
 def package_folder(package: str) -> Path | None:
@@ -214,10 +217,10 @@ def _sources(folder: Path, *, mark: bytes) -> Iterator[ast.AST]:
             yield ast.parse(content)
 
 
-def _prometheus_names(trees: Iterable[ast.AST]) -> set[str]:
-    """vLLM writes its metric names out; prometheus_client appends ``_total`` to a counter's."""
-    names = {text for tree in trees for text in _strings(tree, r"vllm:[a-z0-9_]+")}
-    return {name.removesuffix("_total") + "_total" for name in names}
+def _prometheus_names(trees: Iterable[ast.AST], pattern: str) -> set[str]:
+    """Metric names are written out; prometheus_client appends ``_total`` to a counter's."""
+    names = {text for tree in trees for text in _strings(tree, pattern)}
+    return names | {name.removesuffix("_total") + "_total" for name in names}
 
 
 def _strings(tree: ast.AST, pattern: str) -> Iterator[str]:
@@ -237,9 +240,14 @@ def _open_telemetry_names(trees: Iterable[ast.AST]) -> set[str]:
     }
 
 
+_COUNTERS = ("create_counter", "create_observable_counter")
+_GAUGES = ("create_observable_gauge", "create_up_down_counter", "create_gauge")
+
+
 def _instrument(call: ast.Call) -> str | None:
-    """The sample name of the counter this call creates; None when it creates none."""
-    if getattr(call.func, "attr", None) not in ("create_counter", "create_observable_counter"):
+    """The sample name of the instrument this call creates; None when it creates none."""
+    maker = getattr(call.func, "attr", None)
+    if maker not in (*_COUNTERS, *_GAUGES):
         return None
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     name = _string(call.args[0] if call.args else given.get("name"))
@@ -249,7 +257,7 @@ def _instrument(call: ast.Call) -> str | None:
     base = name.replace(".", "_").removesuffix("_total")
     # Units with a short form (By, s, ms) get their long one; no counter we read has one of those.
     suffix = f"_{unit}" if re.fullmatch("[a-z]{2,}", unit) and not base.endswith(f"_{unit}") else ""
-    return f"{base}{suffix}_total"
+    return f"{base}{suffix}" + ("_total" if maker in _COUNTERS else "")
 
 
 def _string(node: ast.AST | None) -> str | None:

@@ -6,14 +6,16 @@ from typing import Any
 
 import httpx
 
-from harness.counters.attribute import CounterError, Measured, Snapshot, delta
+from harness.counters.attribute import Snapshot, delta
+from harness.counters.errors import CounterError
+from harness.counters.tiers.base import Measured
 from harness.errors import MachineError
 from harness.measure.answer import StreamResult
 from harness.measure.settle import Scraper, Settled
 from harness.measure.stream import complete_prompt
 from harness.record.journal import JournalWriter
 from harness.record.row import SCHEMA, Row
-from servers.arms import TierKind
+from sim.tiers.settings import TierKind
 from sim.workload import Request, Workload
 
 

@@ -2,50 +2,28 @@
 
 Settle on counters, never on a sleep: only a quiescent server makes the next request predictable,
 and only final counters belong to the request before. vLLM's conditions are here, as in 0.32.0; those of
-the host tiers in ``harness.counters.tiers.settle_tiers_old``.
+the host tiers in ``harness.counters.tiers``.
 """
 
+import json
 import ssl
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
 from harness.counters.attribute import Snapshot
-from harness.counters.pages import (
-    HOST_SERIES,
-    OLD_SAMPLES,
-    RESIDENT_IN_PROCESS,
-    TIER_SERIES_OF_VLLM,
-    VLLM_SERIES,
-    CounterError,
-    MissingSeries,
-    Samples,
-    ScrapeError,
-    UnreachableError,
-    counts,
-    parse,
-    require_split,
-)
-from harness.counters.tiers.settle_tiers_old import (
-    IN_PROCESS_GAUGES,
-    OFFLOAD_GAUGES,
-    RESIDENT_CHUNKS,
-    HopelessError,
-    NotYetError,
-    OffloadRest,
-    ServerState,
-    check_in_process,
-    check_server,
-    of_worker,
-    offload_gauges,
-    server_state,
-    wait_if,
-)
+from harness.counters.errors import CounterError, MissingSeries, ScrapeError, UnreachableError
+from harness.counters.pages import Samples, counts, gauge_value, parse, require_split
+from harness.counters.tiers.base import HopelessError, HostReading, NotYetError, Rest, wait_if
+from harness.counters.tiers.registry import COUNTED
 from harness.measure.bounded_http import BoundedHeadTransport
-from servers.arms import TierKind
+from servers.series import KV_USAGE, PROCESS_START, VLLM_GAUGES, VLLM_SERIES, Series
+from sim.tiers.settings import TierKind
 
 POLL_S = 0.015
 """Pause between two looks while settling. A look that finds all settled takes 7 ms (vLLM alone) or
@@ -56,20 +34,6 @@ SCRAPE_TIMEOUT_S = 5.0
 
 LAST_GET_TIMEOUT_S = 0.5
 """Least patience with one GET near a settle's deadline: a slow page is not an unsettled server."""
-
-SESSIONS_GRACE_S = 0.25
-"""How long leaked LMCache sessions may hold up a settle whose other conditions all hold.
-
-Sessions leak when END_SESSION overtakes STORE and then live for 600 s, so waiting for zero is best
-effort. A live session otherwise ends within milliseconds of the response.
-"""
-
-
-_RUNNING = "vllm:num_requests_running"
-_WAITING = "vllm:num_requests_waiting"
-_KV_USAGE = "vllm:kv_cache_usage_perc"
-_BUS_DEPTH = "lmcache_mp_event_bus_queue_depth"
-_PROCESS_START = "process_start_time_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +52,8 @@ class Settled:
 class _Progress:
     """What one settle has seen so far."""
 
+    rest: Rest | None
     blocks_freed: bool = False
-    sessions_until: float | None = None
-    offload: OffloadRest = field(default_factory=OffloadRest)
 
 
 class Scraper:
@@ -110,12 +73,12 @@ class Scraper:
         launch_id: str,
         kind: TierKind | None = None,
     ) -> None:
-        self._kind = kind or ("lmcache-mp" if lmcache_url else None)
-        if (lmcache_url is None) != (self._kind not in ("lmcache-mp", "lmcache")):
-            raise ValueError(f"a host tier {self._kind!r} with lmcache_url {lmcache_url!r}")
-        self._vllm_series = VLLM_SERIES + (
-            TIER_SERIES_OF_VLLM.get(self._kind, ()) if self._kind else ()
-        )
+        self._tier = None if kind is None else COUNTED[kind]
+        if (lmcache_url is None) == (self._tier is not None and self._tier.has_pages):
+            raise ValueError(f"a host tier {kind!r} with lmcache_url {lmcache_url!r}")
+        self._vllm_counters = VLLM_SERIES + (self._tier.vllm_series if self._tier else ())
+        gauges = self._tier.gauges if self._tier and not self._tier.has_pages else ()
+        self._vllm_wanted = (*self._vllm_counters, *VLLM_GAUGES, *gauges, PROCESS_START)
         self._vllm_url = base_url.rstrip("/") + "/metrics"
         self._host_url = None if lmcache_url is None else lmcache_url.rstrip("/")
         self._model_name = model_name
@@ -164,7 +127,7 @@ class Scraper:
         """
         start = time.monotonic()
         end = start + deadline_s
-        progress = _Progress()
+        progress = _Progress(self._tier.rest(self._model_name) if self._tier else None)
         after: Snapshot | None = None
         while True:
             remaining = end - time.monotonic()
@@ -172,7 +135,7 @@ class Scraper:
                 after = self._look(before, progress, timeout_s=max(remaining, LAST_GET_TIMEOUT_S))
                 reason = None
                 break
-            except (UnreachableError, HopelessError) as error:
+            except (UnreachableError, HopelessError, MissingSeries) as error:
                 reason = str(error)
                 break
             except (CounterError, NotYetError) as error:
@@ -186,11 +149,17 @@ class Scraper:
         return Settled(after, settle_ms, reason)
 
     def _read(self, timeout_s: float) -> Snapshot:
-        vllm = self._vllm_samples(timeout_s)
-        if self._host_url is None:
-            return self._snapshot(vllm)
-        state = self._host_status(timeout_s) if self._kind == "lmcache-mp" else None
-        return self._snapshot(vllm, self._host_samples(timeout_s), state)
+        vllm, counters = self._of_vllm(timeout_s)
+        pages = self._pages(timeout_s)
+        host = None if pages is None or self._tier is None else self._tier.read(pages)
+        return self._snapshot(vllm, counters, host)
+
+    def _pages(self, timeout_s: float) -> "_Pages | None":
+        if self._host_url is None or self._tier is None:
+            return None
+        wanted = (*self._tier.host_series, *self._tier.gauges, PROCESS_START)
+        get = partial(self._get, timeout_s=timeout_s)
+        return _Pages(self._host_url, wanted, self._model_name, get)
 
     def _read_if_possible(self) -> Snapshot | None:
         try:
@@ -198,143 +167,65 @@ class Scraper:
         except CounterError:
             return None
 
-    def _look(self, before: Snapshot | None, progress: _Progress, *, timeout_s: float) -> Snapshot:
-        """The settled reading, or NotYetError with the first condition that does not hold."""
-        vllm = self._vllm_samples(timeout_s)
-        self._check_vllm(vllm, before, progress)
-        match self._kind:
-            case "lmcache-mp":
-                return self._look_at_server(vllm, before, progress, timeout_s=timeout_s)
-            case "lmcache":
-                host = self._host_samples(timeout_s)
-                where = f"{self._host_url}/metrics"
-                check_in_process(host, model_name=self._model_name, where=where)
-                return self._same_launch(before, self._snapshot(vllm, host))
-            case "native" | "simple":
-                self._check_offload(vllm, progress)
-        return self._same_launch(before, self._snapshot(vllm))
-
-    def _look_at_server(
-        self, vllm: Samples, before: Snapshot | None, progress: _Progress, *, timeout_s: float
+    def _look(
+        self, before: Snapshot | None, progress: "_Progress", *, timeout_s: float
     ) -> Snapshot:
-        """The order proves that the counters are final without a pause.
-
-        State first, then an empty event bus, then the counters. Every event of a session is queued
-        before the session ends, and one thread handles them in order, so an empty bus after that
-        means all were counted.
-        """
-        state = self._host_status(timeout_s)
-        wait_if(state.reason())
-        self._wait_for_sessions(state, progress)
-        depth = self._gauge(self._host_samples(timeout_s), _BUS_DEPTH, ours=False)
-        wait_if(f"LMCache's event bus still holds {depth:.0f} events" if depth else None)
-        samples = self._host_samples(timeout_s)
-        after = self._same_launch(before, self._snapshot(vllm, samples, state))
-        check_server((before and before.host) or {}, after.host or {})
+        """The settled reading, or NotYetError with the first condition that does not hold."""
+        vllm, counters = self._of_vllm(timeout_s)
+        self._check_vllm(vllm, counters, before, progress)
+        host = None
+        if progress.rest is not None:
+            known = (before and before.host) or {}
+            host = progress.rest.check(vllm, counters, self._pages(timeout_s), known)
+        after = self._snapshot(vllm, counters, host)
+        if before and before.launch != after.launch:
+            raise HopelessError(f"a server was restarted: {before.launch} became {after.launch}")
         return after
 
-    def _check_offload(self, samples: Samples, progress: _Progress) -> None:
-        gauges = offload_gauges(samples, self._kind, model_name=self._model_name)
-        counters = self._counts_of_vllm(samples)
-        progress.offload.check(gauges, counters, now=time.monotonic())
-
-    def _check_vllm(self, samples: Samples, before: Snapshot | None, progress: _Progress) -> None:
-        finished = self._counts_of_vllm(samples)["finished"]
+    def _check_vllm(
+        self,
+        samples: Samples,
+        counters: Mapping[str, int],
+        before: Snapshot | None,
+        progress: "_Progress",
+    ) -> None:
+        finished = counters["finished"]
         finished -= before.vllm["finished"] if before else 0
         if finished < 0 or finished > 1:
             raise HopelessError(f"vLLM's finished requests moved by {finished} where we sent 1")
         wait_if("vLLM has not counted the request as finished" if finished == 0 else None)
-        running = self._gauge(samples, _RUNNING)
-        waiting = self._gauge(samples, _WAITING)
-        usage = self._gauge(samples, _KV_USAGE)
+        running, waiting, usage = (self._gauge(samples, series) for series in VLLM_GAUGES)
         # The gauge is published with step statistics and may lag: zero once after success will do.
         progress.blocks_freed = progress.blocks_freed or usage == 0
         if running or waiting:
             raise NotYetError(f"vLLM has {running:.0f} requests running and {waiting:.0f} waiting")
         if not progress.blocks_freed:
             raise NotYetError(
-                f"{_KV_USAGE} is {usage:.4f} and was never 0 since the request finished"
+                f"{KV_USAGE.sample} is {usage:.4f} and was never 0 since the request finished"
             )
-
-    def _wait_for_sessions(self, state: ServerState, progress: _Progress) -> None:
-        if not state.sessions:
-            return
-        now = time.monotonic()
-        if progress.sessions_until is None:
-            progress.sessions_until = now + SESSIONS_GRACE_S
-        if now < progress.sessions_until:
-            raise NotYetError(f"LMCache's active_sessions is {state.sessions}")
-
-    def _same_launch(self, before: Snapshot | None, after: Snapshot) -> Snapshot:
-        if before and before.launch != after.launch:
-            raise HopelessError(f"a server was restarted: {before.launch} became {after.launch}")
-        return after
 
     def _snapshot(
-        self, vllm: Samples, host: Samples | None = None, state: ServerState | None = None
+        self, vllm: Samples, counters: dict[str, int], host: HostReading | None
     ) -> Snapshot:
+        pages = {"vllm": vllm, "lmcache": host.samples if host else {}}
         started = [
-            f"{who}@{samples[_PROCESS_START][0][1]:.2f}"
-            for who, samples in (("vllm", vllm), ("lmcache", host or {}))
-            if samples.get(_PROCESS_START)
+            f"{who}@{samples[PROCESS_START.sample][0][1]:.2f}"
+            for who, samples in pages.items()
+            if samples.get(PROCESS_START.sample)
         ]
-        return Snapshot(
-            self._counts_of_vllm(vllm),
-            None if host is None else self._counts_of_host(host, state),
-            " ".join([self._launch_id, *started]),
-        )
+        launch = " ".join([self._launch_id, *started])
+        return Snapshot(counters, host.counters if host else None, launch)
 
-    def _counts_of_host(self, samples: Samples, state: ServerState | None) -> dict[str, int]:
-        where = f"{self._host_url}/metrics"
-        if state is None:
-            resident = of_worker(samples, RESIDENT_CHUNKS, model_name=self._model_name, where=where)
-            return {RESIDENT_IN_PROCESS: int(resident)}
-        self._gauge(samples, _BUS_DEPTH, ours=False)  # absent: LMCache's metrics are switched off
-        return counts(samples, HOST_SERIES, model_name=None, where=where) | {
-            "host_resident_chunks": state.resident,
-            "host_used_bytes": state.used_bytes,
-        }
+    def _of_vllm(self, timeout_s: float) -> tuple[Samples, dict[str, int]]:
+        """The samples of vLLM's page, and its counters by our names."""
+        where, text = self._vllm_url, self._get(self._vllm_url, timeout_s).text
+        samples = parse(text, wanted=self._vllm_wanted, where=where)
+        found = counts(samples, self._vllm_counters, model_name=self._model_name, where=where)
+        require_split(found, with_host=self._tier is not None, page=text)
+        return samples, found
 
-    def _counts_of_vllm(self, samples: Samples) -> dict[str, int]:
-        found = counts(
-            samples, self._vllm_series, model_name=self._model_name, where=self._vllm_url
-        )
-        old = [name for name in OLD_SAMPLES if name in samples]
-        require_split(found, with_host=self._kind is not None, old=old)
-        return found
-
-    def _gauge(self, samples: Samples, name: str, *, ours: bool = True) -> float:
-        values = [
-            value
-            for labels, value in samples.get(name, ())
-            if not ours or labels.get("model_name") == self._model_name
-        ]
-        if not values:
-            raise MissingSeries(
-                f"no {name} is exported", hint="the server's metrics are switched off"
-            )
-        return sum(values)
-
-    def _vllm_samples(self, timeout_s: float) -> Samples:
-        text = self._get(self._vllm_url, timeout_s).text
-        wanted = [s.sample for s in self._vllm_series]
-        wanted += OFFLOAD_GAUGES.get(self._kind, ()) if self._kind else ()
-        wanted += [_RUNNING, _WAITING, _KV_USAGE, _PROCESS_START, *OLD_SAMPLES]
-        return parse(text, wanted=wanted, where=self._vllm_url)
-
-    def _host_samples(self, timeout_s: float) -> Samples:
-        url = f"{self._host_url}/metrics"
-        wanted = [*(s.sample for s in HOST_SERIES), _BUS_DEPTH, _PROCESS_START]
-        if self._kind == "lmcache":
-            wanted = [*IN_PROCESS_GAUGES, _PROCESS_START]
-        return parse(self._get(url, timeout_s).text, wanted=wanted, where=url)
-
-    def _host_status(self, timeout_s: float) -> ServerState:
-        url = f"{self._host_url}/status"
-        try:
-            return server_state(self._get(url, timeout_s).json())
-        except ValueError as error:
-            raise ScrapeError(f"{url} is not JSON: {error}") from error
+    def _gauge(self, samples: Samples, series: Series) -> float:
+        return gauge_value(samples, series, where=self._vllm_url, model_name=self._model_name)
 
     def _page(self, url: str, timeout_s: float) -> httpx.Response:
         """One page within ``timeout_s`` in all: httpx bounds each read, not the sum of them."""
@@ -345,7 +236,8 @@ class Scraper:
                 body += packet
                 if time.monotonic() > until:
                     raise httpx.ReadTimeout(f"the page was not whole after {timeout_s:.1f} s")
-        return httpx.Response(response.status_code, content=bytes(body))
+        headers = {k: v for k, v in response.headers.items() if k == "location"}
+        return httpx.Response(response.status_code, headers=headers, content=bytes(body))
 
     def _get(self, url: str, timeout_s: float) -> httpx.Response:
         timeout_s = min(timeout_s, SCRAPE_TIMEOUT_S)
@@ -355,8 +247,40 @@ class Scraper:
             raise UnreachableError(f"GET {url}: {error}") from error
         except httpx.HTTPError as error:
             raise ScrapeError(f"GET {url}: {type(error).__name__} {error}".rstrip()) from error
+        if response.is_redirect:
+            raise ScrapeError(
+                f"GET {url} is redirected to {response.headers.get('location', 'nowhere')!r}: "
+                "counters are read from the server itself, never from where it points"
+            )
         if response.status_code != 200:
             raise ScrapeError(f"GET {url} answered HTTP {response.status_code}, expected 200")
         if not response.content.strip():
             raise ScrapeError(f"GET {url} answered 200 with an empty page")
         return response
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """LMCache's pages of one look; see ``HostPages``."""
+
+    url: str
+    wanted: tuple[Series, ...]
+    model_name: str
+    get: Callable[[str], httpx.Response]
+
+    @property
+    def where(self) -> str:
+        """Its counter page, for messages."""
+        return f"{self.url}/metrics"
+
+    def metrics(self) -> Samples:
+        """The samples of its page that the tier reads."""
+        return parse(self.get(self.where).text, wanted=self.wanted, where=self.where)
+
+    def status(self) -> Any:
+        """Its live state."""
+        url = f"{self.url}/status"
+        try:
+            return self.get(url).json()
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ScrapeError(f"{url} is not JSON: {error}") from error

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.plan.labels import BASELINE, CONTROL
-from harness.plan.plan import BLOCK_TIERS, BUILT_IN_ARMS, ArmSection, Plan
+from harness.plan.plan import BUILT_IN_ARMS, ArmSection, Plan
 from harness.plan.rule import unknown_pass
 from servers.flags import means
+from servers.tiers.registry import SERVED
 from sim.workload import (
     pass_name,
 )
@@ -168,15 +169,16 @@ def _impossible_tiers(plan: Plan) -> list[str]:
                 f"{section}.num_gpu_blocks is {blocks}: {usable} usable tokens, fewer than "
                 f"server.max_model_len {server.max_model_len}; vLLM refuses to start"
             )
-    if tier not in (None, "lmcache-mp") and plan.host.policy != "LRU":
+    served = None if tier is None else SERVED[tier]
+    if served and not served.takes_policy and plan.host.policy != "LRU":
         problems.append(f"host.policy is {plan.host.policy!r}; the tier {tier} knows LRU alone")
-    if tier in BLOCK_TIERS and "chunk_tokens" in plan.host.model_fields_set:
+    if served and served.keeps_blocks and "chunk_tokens" in plan.host.model_fields_set:
         if plan.host.chunk_tokens != server.block_size:
             problems.append(
                 f"host.chunk_tokens is {plan.host.chunk_tokens}; the tier {tier} keeps single "
                 f"blocks of {server.block_size}: leave it out"
             )
-    elif tier not in BLOCK_TIERS and plan.host.chunk_tokens % server.block_size:
+    elif not (served and served.keeps_blocks) and plan.host.chunk_tokens % server.block_size:
         problems.append(
             f"host.chunk_tokens is {plan.host.chunk_tokens}; LMCache needs a multiple of "
             f"server.block_size {server.block_size}"

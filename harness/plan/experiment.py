@@ -9,17 +9,14 @@ from pathlib import Path
 from harness.errors import InputError, MachineError
 from harness.plan import models
 from harness.plan.labels import BASELINE, CONTROL
-from harness.plan.plan import BLOCK_TIERS, Plan, Weights, documents_of, session_name, whole_workload
-from servers.arms import (
-    NOT_ON_CPU,
-    SUPPORTED,
-    Arm,
-    Build,
-    HostTier,
-    ServerSpec,
-)
+from harness.plan.plan import Plan, Weights, documents_of, session_name, whole_workload
+from servers.arms import SUPPORTED, Arm, Build, ServerSpec
+from servers.tiers.base import HostTier
+from servers.tiers.registry import SERVED
 from sim.geometry import KvGeometry, host_bytes
 from sim.predict import NotPredictable, Prediction, TierSpec, predict
+from sim.tiers.registry import MODELS
+from sim.tiers.settings import DEFAULT_KIND
 from sim.workload import (
     Request,
     Workload,
@@ -81,18 +78,13 @@ class Experiment:
         )
         if host is None:
             return gpu_only
-        if host.kind == "simple":
-            raise NotPredictable(
-                "vLLM's simple CPU offload evicts in the order in which its copies end, which is a "
-                "matter of timing"
-            )
         with_host = replace(
             gpu_only,
             host=host.kind,
             host_chunks=self.geometry.host_chunks(host.gib, host.chunk_tokens),
             chunk_tokens=host.chunk_tokens,
         )
-        if host.kind != "lmcache-mp":
+        if not MODELS[host.kind].has_watermark:
             return with_host
         return replace(
             with_host,
@@ -154,14 +146,14 @@ def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
 def _with_tier_of(plan: Plan, build: Build) -> Plan:
     """The plan with its tier's own chunk size; InputError for a tier this build cannot have."""
     tier = plan.arm(plan.treatment).tier
-    reason = NOT_ON_CPU.get(tier) if tier is not None and build == "cpu" else None
+    reason = SERVED[tier].not_on_cpu if tier is not None and build == "cpu" else None
     if reason is not None and plan.treatment in plan.order:
         raise InputError(
             f"order names {plan.treatment!r}, the tier {tier}: {reason}",
-            hint='without a GPU the tier "lmcache-mp" works: an arm of that name, or '
-            f'[arms.{plan.treatment}] tier = "lmcache-mp"',
+            hint=f'without a GPU the tier "{DEFAULT_KIND}" works: an arm of that name, or '
+            f'[arms.{plan.treatment}] tier = "{DEFAULT_KIND}"',
         )
-    if tier not in BLOCK_TIERS:
+    if tier is None or not SERVED[tier].keeps_blocks:
         return plan
     host = plan.host.model_copy(update={"chunk_tokens": plan.server.block_size})
     return plan.model_copy(update={"host": host})

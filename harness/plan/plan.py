@@ -9,11 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from harness.errors import InputError
 from harness.plan.labels import BASELINE, CONTROL, treatments
 from harness.plan.rule import DecisionSection
-from servers.arms import (
-    TIER_KINDS,
-    TierKind,
-    connector_class,
-)
+from servers.arms import connector_class
+from sim.tiers.settings import DEFAULT_KIND, TIER_KINDS, TierKind
 from sim.workload import (
     WARMUP_PASS,
     Questions,
@@ -173,7 +170,7 @@ class Plan(_Section):
     def treatment(self) -> str:
         """The label compared with ``baseline``; where none is measured, the tier it would be."""
         others = treatments(self.order)
-        return others[0] if others else "lmcache-mp"
+        return others[0] if others else DEFAULT_KIND
 
     def arm(self, label: str) -> ArmSection:
         """What ``label`` stands for: ``control`` the treatment. KeyError: not a label."""
@@ -206,9 +203,6 @@ def documents_of(plan: Plan, label: str) -> int:
 def session_name(order: int, arm: str) -> str:
     """Name of the session at position ``order`` (1 first): unique in a run, sorts in order."""
     return f"{order:02d}-{arm}"
-
-
-BLOCK_TIERS = ("native", "simple")  # vLLM's own keep blocks, one by one (blocks_per_chunk is 1)
 
 
 def whole_workload(plan: Plan) -> Workload:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.counters.attribute import CounterError, derive
-from harness.counters.pages import STATE_NAMES
+from harness.counters.attribute import derive
+from harness.counters.errors import CounterError
+from harness.counters.tiers.registry import STATE_NAMES
 from harness.errors import InputError
 from harness.plan.plan import session_name
 from harness.record.row import Row

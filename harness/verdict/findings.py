@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from harness.plan.labels import CONTROL
-from harness.plan.plan import BLOCK_TIERS
 from harness.verdict.account import Account, Outputs, SessionAccount, account_of
 from harness.verdict.reconcile import Reconciliation
 from servers.gpu.samples import session_changes, used_uuids
+from servers.tiers.registry import SERVED
 from sim.workload import pass_name
 
 RECONCILE_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
@@ -184,7 +184,7 @@ def _is_idle(run: Reconciliation, session: str, seen: SessionAccount) -> bool:
     label, plan = run.arm_of(session), run.plan
     if label is None or (tier := plan.arm(label).tier) is None or seen.is_exact or seen.loaded:
         return False
-    unit = plan.server.block_size if tier in BLOCK_TIERS else plan.host.chunk_tokens
+    unit = plan.server.block_size if SERVED[tier].keeps_blocks else plan.host.chunk_tokens
     return plan.workload.document_tokens >= unit and seen.found_nowhere > 0
 
 

@@ -16,7 +16,7 @@ from servers.fake import tiers as fake_tiers
 from servers.fake.script import Script
 from servers.fake.spec import FakeSpec
 from sim.predict import Prediction, Predictor
-from sim.tiers.spec import align_up
+from sim.tiers.host import align_up
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 Counters = dict[Series, float]

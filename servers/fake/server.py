@@ -23,12 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from servers.arms import TIER_KINDS
 from servers.fake.engine import FakeEngine, output_ids
 from servers.fake.script import Script, parse_script, read_script
 from servers.fake.spec import FakeSpec
 from servers.fake.tiers import in_process_config
 from sim.predict import Prediction
+from sim.tiers.settings import TIER_KINDS
 
 HOST = "127.0.0.1"
 KEEPALIVE_S = 5.0  # uvicorn's default, which vLLM keeps

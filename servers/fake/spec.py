@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from servers.arms import TierKind
 from sim.predict import TierSpec
-from sim.tiers.spec import align_up
+from sim.tiers.host import align_up
+from sim.tiers.settings import TierKind
 
 UNLIMITED_TOKENS = 2**31
 """Batch size of the fake: every prompt is one prefill step."""

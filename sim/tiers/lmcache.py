@@ -9,7 +9,8 @@ the step that needs it, so no timer and no settling decides what survives.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sim.tiers.host import ChunkStore, HostRequest, HostShare, leading, lmcache_load
+from sim.tiers.host import ChunkStore, HostRequest, HostShare, HostTier, leading, lmcache_load
+from sim.tiers.spec import TierModel, TierSpec, refuse_policy
 
 
 class InProcessChunks(ChunkStore):
@@ -56,3 +57,11 @@ class InProcessChunks(ChunkStore):
         missing = [key for key in keys[:n_buffers] if key not in self._chunks]
         self._chunks.update(dict.fromkeys(missing))
         return len(missing)
+
+
+def _open(spec: TierSpec) -> HostTier:
+    refuse_policy(spec)
+    return InProcessChunks(spec.host_chunks or 0, spec.chunk_tokens)
+
+
+MODEL = TierModel(_open)

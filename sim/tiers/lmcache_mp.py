@@ -13,11 +13,13 @@ from sim.tiers.host import (
     ChunkStore,
     HostRequest,
     HostShare,
+    HostTier,
     NotPredictable,
     align_up,
     leading,
     lmcache_load,
 )
+from sim.tiers.spec import TierModel, TierSpec
 
 POLICIES = ("LRU", "noop")
 
@@ -144,3 +146,25 @@ def _usage_scale(
             f"bytes, not {capacity}"
         )
     return unit, total_bytes
+
+
+def _open(spec: TierSpec) -> HostTier:
+    if spec.block_size == 1:
+        # The load is allotted blocks for all but the last token of a prompt found in full, and
+        # LMCache 0.5.6 refuses to write a whole chunk into one block less.
+        raise NotPredictable(
+            "host 'lmcache-mp' with blocks of 1 token: LMCache cannot load a prompt that it "
+            "holds in full"
+        )
+    return HostChunks(
+        spec.host_chunks or 0,
+        chunk_tokens=spec.chunk_tokens,
+        watermark=spec.watermark,
+        evict_ratio=spec.evict_ratio,
+        policy=spec.policy,
+        total_bytes=spec.host_bytes,
+        chunk_bytes=spec.chunk_bytes,
+    )
+
+
+MODEL = TierModel(_open, has_watermark=True)

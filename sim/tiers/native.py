@@ -7,11 +7,9 @@ blocks. ``tests/live/test_tiers_match_native.py`` drives the real classes agains
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Literal
 
-from sim.tiers.host import ChunkStore, HostRequest, HostShare, NotPredictable, leading
-
-Recency = Literal["finish", "access"]
+from sim.tiers.host import ChunkStore, HostRequest, HostShare, HostTier, NotPredictable, leading
+from sim.tiers.spec import Recency, TierModel, TierSpec, engine_rules, refuse_policy
 
 
 class NativeChunks(ChunkStore):
@@ -97,3 +95,16 @@ class NativeChunks(ChunkStore):
             self.evicted += len(victims)
         self._chunks.update(dict.fromkeys(missing))
         return len(missing)
+
+
+def _open(spec: TierSpec) -> HostTier:
+    refuse_policy(spec)
+    recency = spec.native_recency or engine_rules(spec.engine).native_recency
+    if recency is None:
+        raise NotPredictable(
+            f"host 'native' of vLLM {spec.engine} is not modelled; 0.31 is the oldest that is"
+        )
+    return NativeChunks(spec.host_chunks or 0, spec.chunk_tokens, recency=recency)
+
+
+MODEL = TierModel(_open)

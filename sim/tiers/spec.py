@@ -1,45 +1,15 @@
-"""One server's tiers, described: what the predictor needs to know, and the rules by engine version.
-
-The tiers themselves are ``sim.tiers.gpu_pool`` and ``sim.tiers.lmcache_mp``, ``sim.tiers.lmcache``,
-``sim.tiers.native``; what is offered under their names here is theirs.
-"""
+"""One server's tiers, described: what the predictor needs to know, and the rules by engine version."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from sim.tiers.gpu_pool import NULL_BLOCK, GpuPool
-from sim.tiers.host import ALIGN_BYTES, HostTier, NotPredictable, align_up
-from sim.tiers.lmcache import InProcessChunks
-from sim.tiers.lmcache_mp import POLICIES, HostChunks
-from sim.tiers.native import NativeChunks, Recency
-from sim.tiers.prefix_keys import PrefixKeys
+from sim.tiers.host import HostTier, NotPredictable
+from sim.tiers.settings import DEFAULT_KIND, HostKind, HostSettings
 
-__all__ = [
-    "ALIGN_BYTES",
-    "NEWEST_ENGINE",
-    "NULL_BLOCK",
-    "POLICIES",
-    "EngineRules",
-    "GpuPool",
-    "HostChunks",
-    "HostKind",
-    "InProcessChunks",
-    "NativeChunks",
-    "NotPredictable",
-    "PrefixKeys",
-    "TierSpec",
-    "align_up",
-    "engine_note",
-    "engine_rules",
-    "open_gpu",
-    "open_host",
-]
-
-HostKind = Literal["none", "lmcache-mp", "lmcache", "native"]
-"""``lmcache-mp``: LMCache's server. ``lmcache``: it in vLLM's process. ``native``: vLLM's own."""
-
-HOST_KINDS: tuple[HostKind, ...] = ("none", "lmcache-mp", "lmcache", "native")
+Recency = Literal["finish", "access"]
+"""When vLLM's own offloading makes a chunk recent: see ``sim.tiers.native``."""
 
 OLDEST_ENGINE = (0, 16)
 """The oldest vLLM the GPU rules were run against."""
@@ -95,7 +65,7 @@ def _version(engine: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierSpec:
+class TierSpec(HostSettings):
     """What the predictor needs to know of one server.
 
     ``num_gpu_blocks`` includes vLLM's null block. ``host_chunks`` None means no host tier; with a
@@ -119,10 +89,6 @@ class TierSpec:
     prefix_caching: bool = True
     host: HostKind | None = None
     host_chunks: int | None = None
-    chunk_tokens: int = 256
-    watermark: float = 0.8
-    evict_ratio: float = 0.2
-    policy: str = "LRU"
     host_bytes: int | None = None
     chunk_bytes: int | None = None
     native_recency: Recency | None = None
@@ -132,69 +98,35 @@ class TierSpec:
         """``host``, or what its absence means."""
         if self.host is not None:
             return self.host
-        return "none" if self.host_chunks is None else "lmcache-mp"
+        return "none" if self.host_chunks is None else DEFAULT_KIND
+
+    @property
+    def usable_gpu_tokens(self) -> int:
+        """Tokens the GPU tier can hold: all blocks but vLLM's null block."""
+        return (self.num_gpu_blocks - 1) * self.block_size
 
 
-def open_gpu(spec: TierSpec) -> GpuPool:
-    """The empty GPU tier of ``spec``. Raises ValueError for one no server could have."""
-    rule = spec.hashless_first
-    if rule is None:
-        rule = engine_rules(spec.engine).hashless_first
-    return GpuPool(spec.num_gpu_blocks, hashless_first=rule)
+@dataclass(frozen=True, slots=True)
+class TierModel:
+    """How one kind of host tier is simulated.
 
-
-def open_host(spec: TierSpec) -> HostTier | None:
-    """The empty host tier of ``spec``, or None for none.
-
-    Raises ValueError for a spec no server could have, NotPredictable for one that is not modelled.
+    ``open_tier``: an empty one, as a spec describes it; raises NotPredictable with the reason for
+    one that is not modelled. ``has_watermark``: a timer evicts it before it is full, so sizes in
+    bytes matter to the chunk.
     """
-    kind = spec.host_kind
-    if kind not in HOST_KINDS:
-        raise ValueError(f"host is {kind!r}; known: {', '.join(HOST_KINDS)}")
-    if (kind == "none") != (spec.host_chunks is None):
-        raise ValueError(f"host {kind!r} with host_chunks {spec.host_chunks}: one contradicts")
-    if spec.host_chunks is None:
-        return None
-    _check_beside(spec, kind)
-    if kind == "lmcache-mp":
-        return HostChunks(
-            spec.host_chunks,
-            chunk_tokens=spec.chunk_tokens,
-            watermark=spec.watermark,
-            evict_ratio=spec.evict_ratio,
-            policy=spec.policy,
-            total_bytes=spec.host_bytes,
-            chunk_bytes=spec.chunk_bytes,
-        )
+
+    open_tier: Callable[[TierSpec], HostTier]
+    has_watermark: bool = False
+
+    def evicts_early(self, policy: str) -> bool:
+        """Whether it evicts under ``policy`` before it is full."""
+        return self.has_watermark and policy != "noop"
+
+
+def refuse_policy(spec: TierSpec) -> None:
+    """NotPredictable for another policy than LRU, in a tier that is modelled with that alone."""
     if spec.policy.upper() != "LRU":
         raise NotPredictable(
-            f"eviction policy {spec.policy!r} is not modelled for host {kind!r}; known: 'LRU'"
-        )
-    if kind == "lmcache":
-        return InProcessChunks(spec.host_chunks, spec.chunk_tokens)
-    recency = spec.native_recency or engine_rules(spec.engine).native_recency
-    if recency is None:
-        raise NotPredictable(
-            f"host 'native' of vLLM {spec.engine} is not modelled; 0.31 is the oldest that is"
-        )
-    return NativeChunks(spec.host_chunks, spec.chunk_tokens, recency=recency)
-
-
-def _check_beside(spec: TierSpec, kind: HostKind) -> None:
-    """Refuse a host tier that does not go with the GPU tier beside it."""
-    if spec.chunk_tokens < 1 or spec.chunk_tokens % spec.block_size:
-        raise ValueError(
-            f"chunks of {spec.chunk_tokens} tokens are not whole blocks of {spec.block_size}; "
-            "the engines refuse such a pair"
-        )
-    if not spec.prefix_caching:
-        raise NotPredictable(
-            f"host {kind!r} without vLLM's prefix cache: never compared with the engine's classes"
-        )
-    if kind == "lmcache-mp" and spec.block_size == 1:
-        # The load is allotted blocks for all but the last token of a prompt found in full, and
-        # LMCache 0.5.6 refuses to write a whole chunk into one block less.
-        raise NotPredictable(
-            "host 'lmcache-mp' with blocks of 1 token: LMCache cannot load a prompt that it "
-            "holds in full"
+            f"eviction policy {spec.policy!r} is not modelled for host {spec.host_kind!r}; "
+            "known: 'LRU'"
         )

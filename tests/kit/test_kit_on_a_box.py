@@ -17,9 +17,10 @@ import pytest
 
 from scripts.gpu_kit.pack import LIMIT_BYTES, check_size
 from scripts.gpu_kit.plans import ARMS
-from servers.arms import Arm, HostTier, ServerSpec
+from servers.arms import Arm, ServerSpec
 from servers.command import render
 from servers.ports import free_ports
+from servers.tiers.base import HostTier
 
 pytestmark = [pytest.mark.kit, pytest.mark.timeout(1800)]
 

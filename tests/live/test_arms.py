@@ -11,11 +11,13 @@ import pytest
 
 from harness.record.journal import read_journal
 from harness.record.row import Row
-from servers.arms import NOT_ON_CPU, Arm, HostTier, ServerSpec, TierKind
+from servers.arms import NOT_ON_CPU, Arm, ServerSpec
 from servers.errors import LaunchError
 from servers.launch import launch
 from servers.probe import probe
+from servers.tiers.base import HostTier
 from servers.tinymodel import write_tiny_model
+from sim.tiers.settings import TierKind
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
 

@@ -14,10 +14,11 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from servers.arms import Arm, HostTier, ServerSpec
+from servers.arms import Arm, ServerSpec
 from servers.launch import Running, launch
 from servers.probe import ServerFacts, probe
 from servers.processes import Identity, is_alive
+from servers.tiers.base import HostTier
 from servers.tinymodel import VOCAB_SIZE, write_tiny_model
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]

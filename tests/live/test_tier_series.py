@@ -22,22 +22,19 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from harness.counters.pages import (
-    NATIVE_SERIES,
-    RESIDENT_IN_PROCESS,
-    SIMPLE_SERIES,
-    Series,
-    counts,
-    parse,
-)
-from harness.counters.tiers.settle_tiers_old import OFFLOAD_GAUGES, offload_gauges
+from harness.counters.pages import counts, gauge_values, parse
+from harness.counters.tiers.lmcache import RESIDENT
+from harness.counters.tiers.registry import COUNTED
 from harness.measure.settle import Scraper
-from servers.arms import Arm, HostTier, ServerSpec
+from servers.arms import Arm, ServerSpec
 from servers.child import ServerLog
 from servers.fake.server import FakeServer, FakeSpec
 from servers.launch import Running
 from servers.probe import probe
-from sim.tiers.spec import TierSpec, align_up
+from servers.series import Series
+from servers.tiers.base import HostTier
+from sim.tiers.host import align_up
+from sim.tiers.spec import TierSpec
 from tests.live.differential import lmcache_inprocess, native_offload
 from tests.live.differential.engines import vllm_scheduling
 from tests.live.differential.schedulers import Engine
@@ -53,6 +50,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
+NATIVE_SERIES = COUNTED["native"].vllm_series
+SIMPLE_SERIES = COUNTED["simple"].vllm_series
 LABELS = ["model_name", "engine"]
 
 
@@ -79,12 +78,12 @@ class Published:
         return generate_latest(self._registry).decode()
 
     def counted(self, series: tuple[Series, ...]) -> dict[str, int]:
-        samples = parse(self.page(), wanted=[s.sample for s in series], where="page")
+        samples = parse(self.page(), wanted=series, where="page")
         return counts(samples, series, model_name="m", where="page")
 
     def gauges(self, kind: Any) -> dict[str, float]:
-        samples = parse(self.page(), wanted=OFFLOAD_GAUGES[kind], where="page")
-        return offload_gauges(samples, kind, model_name="m")
+        gauges = COUNTED[kind].gauges
+        return gauge_values(parse(self.page(), wanted=gauges, where="page"), gauges, "m")
 
 
 class CountedCopies(native_offload.OffloadWorker):
@@ -308,7 +307,7 @@ def test_lmcache_in_process_is_read_over_its_internal_api_right_after_each_reque
         server = ServerSpec("fake", "owner/m", 4, 10, 2048, 4096, "float32")
         facts = probe(running, Arm("lmcache", server, HostTier(gib, "lmcache", CHUNK)))
     # 20 tokens are 2 chunks, 30 are 3; nothing is evicted from 6.
-    assert resident == [({RESIDENT_IN_PROCESS: n}, n) for n in (2, 2, 5, 5)]
+    assert resident == [({RESIDENT: n}, n) for n in (2, 2, 5, 5)]
     assert (facts.chunk_tokens, facts.policy) == (CHUNK, "LRU")
     assert facts.host_bytes == CAPACITY * align_up(CHUNK * BYTES_PER_TOKEN)
     assert facts.unlike_modelled == ()

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sim.tiers.spec import HostChunks, PrefixKeys, align_up
+from sim.tiers.host import align_up
+from sim.tiers.lmcache_mp import HostChunks
+from sim.tiers.prefix_keys import PrefixKeys
 from tests.live.differential.claims import needs
 from tests.live.differential.engines import lmcache_storage, tick_until_settled
 

@@ -6,7 +6,7 @@ and a cache server over its real transport.
 
 import pytest
 
-import sim.tiers.spec
+import sim.tiers.lmcache
 from scripts.mutations import MUTATIONS, Mutation
 from sim.tiers.lmcache import InProcessChunks
 from tests.live.differential.claims import (
@@ -40,7 +40,7 @@ def test_an_in_process_store_that_evicts_a_prompts_tail_first_is_caught(
                     self._chunks.move_to_end(key)
             return share
 
-    monkeypatch.setattr(sim.tiers.spec, "InProcessChunks", TailFirst)
+    monkeypatch.setattr(sim.tiers.lmcache, "InProcessChunks", TailFirst)
     assert share_caught_by("lmcache", 15) >= 0.5
 
 

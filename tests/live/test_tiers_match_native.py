@@ -2,7 +2,7 @@
 
 import pytest
 
-import sim.tiers.spec
+import sim.tiers.native
 from tests.live.differential.claims import (
     PrefixFirstNative,
     assert_part_agrees,
@@ -36,5 +36,5 @@ def test_the_other_recency_rule_is_caught() -> None:
 def test_a_store_that_evicts_a_prompts_head_first_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sim.tiers.spec, "NativeChunks", PrefixFirstNative)
+    monkeypatch.setattr(sim.tiers.native, "NativeChunks", PrefixFirstNative)
     assert share_caught_by("native", 20) >= 0.5

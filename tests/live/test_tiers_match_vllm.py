@@ -7,7 +7,7 @@ prints the smallest part of its workload that still fails; regressions.py keeps 
 import pytest
 
 import sim.predict
-import sim.tiers.spec
+import sim.tiers.registry
 from sim.tiers.gpu_pool import GpuPool
 from tests.live.differential.claims import (
     NoNullBlock,
@@ -73,7 +73,7 @@ def test_the_free_rule_of_older_vllm_is_caught() -> None:
 
 
 def test_a_pool_without_a_null_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim.tiers.spec, "GpuPool", NoNullBlock)
+    monkeypatch.setattr(sim.tiers.registry, "GpuPool", NoNullBlock)
     assert share_caught_by("gpu", 20) == 1.0
 
 

@@ -8,21 +8,23 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.counters.tiers.settle_tiers_old import OFFLOAD_GRACE_S
+from harness.counters.tiers.native import OFFLOAD_GRACE_S
 from harness.errors import MachineError
 from harness.measure.replay import SessionContext, replay
 from harness.measure.settle import Scraper
 from harness.measure.stream import open_client
 from harness.record.journal import JournalWriter, read_journal
 from harness.record.row import Row
-from servers.arms import Arm, HostTier, ServerSpec, TierKind
+from servers.arms import Arm, ServerSpec
 from servers.child import ServerLog
 from servers.errors import LaunchError
 from servers.fake.server import FakeServer, FakeSpec
 from servers.fake.server import main as fake_main
 from servers.launch import Running
 from servers.probe import probe
+from servers.tiers.base import HostTier
 from sim.predict import Prediction, Predictor
+from sim.tiers.settings import TierKind
 from sim.workload import Workload, WorkloadSpec, build_workload
 
 BLOCK_BYTES = 8192

@@ -13,7 +13,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from sim.tiers.spec import align_up
+from sim.tiers.host import align_up
 from tests.live.differential.engines import quietly, vllm_scheduling
 from tests.live.differential.schedulers import Engine
 from tests.live.differential.workloads import BYTES_PER_TOKEN, Case, Outcome, Prefixes, Step

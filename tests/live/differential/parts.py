@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sim.tiers.spec import HostKind
+from sim.tiers.settings import HostKind
 from tests.live.differential.compare import Driver, Tally, compare, difference
 from tests.live.differential.engines import vllm_core
 from tests.live.differential.workloads import Case, random_case

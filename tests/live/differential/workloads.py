@@ -8,7 +8,9 @@ one driver per engine class; each serves a ``Case`` and reports an ``Outcome`` p
 import random
 from dataclasses import dataclass, replace
 
-from sim.tiers.spec import HostKind, TierSpec, align_up
+from sim.tiers.host import align_up
+from sim.tiers.settings import HostKind
+from sim.tiers.spec import TierSpec
 
 STOP_ID = 2
 """The stop token id; the other ids are 0 and 1, so it ends a request only where it is meant to."""

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from servers.arms import TIER_KINDS, Arm, Build, HostTier, ServerSpec, TierKind
+from servers.arms import Arm, Build, ServerSpec
 from servers.command import Command, difference, is_local, render
 from servers.ports import Ports
+from servers.tiers.base import HostTier
+from sim.tiers.settings import TIER_KINDS, TierKind
 from tests.places import DATA
 
 GOLDENS = DATA / "goldens"

@@ -8,17 +8,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from harness.counters.attribute import (
+from harness.counters.attribute import Snapshot, delta, derive
+from harness.counters.errors import (
     CounterError,
     CounterReset,
     ForeignTraffic,
-    Measured,
     MissingSeries,
     ScrapeError,
-    Snapshot,
-    delta,
-    derive,
 )
+from harness.counters.tiers.base import Measured
 from harness.measure.settle import Scraper, Settled
 from sim.split import TokenSplit
 from tests.places import DATA
@@ -159,7 +157,13 @@ def host(start: Callable[[], Stub]) -> Stub:
 
 def scraper(vllm: Stub, host: Stub | None = None, model: str = MODEL) -> Scraper:
     lmcache_url = None if host is None else host.url
-    return Scraper(vllm.url, lmcache_url=lmcache_url, model_name=model, launch_id="launch-1")
+    return Scraper(
+        vllm.url,
+        kind=None if host is None else "lmcache-mp",
+        lmcache_url=lmcache_url,
+        model_name=model,
+        launch_id="launch-1",
+    )
 
 
 def read(vllm: Stub, host: Stub | None = None, model: str = MODEL) -> Snapshot:
@@ -212,14 +216,11 @@ def test_one_real_request_is_split_as_its_pages_say(vllm: Stub, host: Stub) -> N
         chunk_bytes=None,
     )
     assert measured.split == REAL_SPLIT
-    assert measured.split_source == "prompt_tokens_by_source"
     # LMCache found 1,792 tokens = 7 chunks; the GPU hit of 1,088 ends inside the fifth (4 whole),
     # so 3 whole chunks = 768 tokens moved although 704 tokens are counted.
-    assert (measured.hit_chunks, measured.loaded_chunks) == (7, 3)
     assert measured.loaded_bytes == 3 * CHUNK_BYTES
     assert measured.loaded_source == "lookup_hits"
-    assert (measured.stored_chunks, measured.stored_tokens) == (0, 0)
-    assert (measured.evicted_chunks, measured.alloc_failed_chunks) == (0, 0)
+    assert measured.stored_tokens == 0
     assert measured.disagreement is None
 
 
@@ -337,7 +338,6 @@ def test_without_sources_by_name_the_split_comes_from_hits(vllm: Stub) -> None:
     vllm.script["/metrics"] = [changed(page, "vllm:prefix_cache_hits_total", "576.0")]
     measured = delta(before, read(vllm), prompt_tokens=1000, chunk_tokens=None, chunk_bytes=None)
     assert measured.split == TokenSplit(1000, computed=488, gpu_hit=512, host_loaded=0)
-    assert measured.split_source == "prefix_cache_hits"
 
 
 def test_with_a_host_tier_the_fallback_needs_the_external_hits(vllm: Stub, host: Stub) -> None:
@@ -578,7 +578,7 @@ def test_found_but_not_loaded_is_no_host_hit() -> None:
     # A36: the lookup found 1,024 of 1,030 tokens, vLLM loaded none and recomputed.
     measured = ask_host({"host_hit_tokens": 1024}, 1030)
     assert measured.split.host_loaded == 0
-    assert (measured.hit_chunks, measured.loaded_chunks, measured.loaded_bytes) == (4, 0, 0)
+    assert measured.loaded_bytes == 0
     assert "vLLM counts 0 tokens from the host" in measured.disagreement
 
 
@@ -593,7 +593,7 @@ def test_tokens_counted_as_loaded_that_never_moved_are_flagged() -> None:
         },
         1030,
     )
-    assert measured.loaded_chunks == 0
+    assert measured.loaded_bytes == 0
     assert measured.disagreement == "LMCache loaded 0 chunks where vLLM's counts need 4"
 
 
@@ -614,7 +614,7 @@ def test_a_hit_the_gpu_already_holds_moves_no_bytes() -> None:
     measured = ask_host(
         {"prompt_computed": 508, "prompt_gpu_hit": 1024, "host_hit_tokens": 1024}, 1032
     )
-    assert (measured.hit_chunks, measured.loaded_chunks) == (4, 0)
+    assert measured.loaded_bytes == 0
     assert measured.disagreement is None
 
 
@@ -637,7 +637,7 @@ def test_a_full_host_hit_counts_one_token_less_and_loads_every_chunk() -> None:
         {"prompt_computed": 501, "prompt_host_loaded": 511, "host_hit_tokens": 512}, 512
     )
     assert measured.split.host_loaded == 511
-    assert (measured.loaded_chunks, measured.disagreement) == (2, None)
+    assert (measured.loaded_bytes, measured.disagreement) == (2 * CHUNK_BYTES, None)
 
 
 def test_a_token_recomputed_after_a_full_hit_is_not_counted_twice() -> None:
@@ -661,7 +661,7 @@ def ask_gpu_recomputed(*, computed: int, gpu_hit: int, recomputed: int) -> Token
 def test_stored_tokens_are_whole_chunks_and_the_tail_is_no_fault(tokens: int, chunks: int) -> None:
     # A38
     measured = ask_host({"host_written_chunks": 40 + chunks}, tokens)
-    assert (measured.stored_chunks, measured.stored_tokens) == (chunks, chunks * 256)
+    assert measured.stored_tokens == chunks * 256
     assert measured.disagreement is None
 
 

@@ -1,28 +1,22 @@
 """What one request did at each kind of host tier, from raw counters; and when a tier is at rest."""
 
+from dataclasses import dataclass
+
 import pytest
 
-from harness.counters.attribute import Measured, derive
-from harness.counters.pages import (
-    NATIVE_SERIES,
-    RESIDENT_IN_PROCESS,
-    CounterError,
-    MissingSeries,
-    ScrapeError,
-    Series,
-    counts,
-    parse,
-    tier_of,
-)
-from harness.counters.tiers.settle_tiers_old import (
-    OFFLOAD_GRACE_S,
-    NotYetError,
-    OffloadRest,
-    check_in_process,
-    of_worker,
-    offload_gauges,
-)
+from harness.counters.attribute import derive
+from harness.counters.errors import CounterError, MissingSeries, ScrapeError
+from harness.counters.pages import Samples, counts, gauge_values, parse
+from harness.counters.tiers import lmcache, native, simple
+from harness.counters.tiers.base import Measured, NotYetError
+from harness.counters.tiers.lmcache import RESIDENT
+from harness.counters.tiers.native import OFFLOAD_GRACE_S, OffloadRest
+from harness.counters.tiers.registry import COUNTED, tier_of
+from servers.series import Series
+from servers.tiers.registry import SERVED
 from sim.split import TokenSplit
+from sim.tiers.registry import MODELS
+from sim.tiers.settings import TIER_KINDS
 
 BEFORE = {
     "finished": 7,
@@ -83,6 +77,13 @@ def test_a_reading_tells_the_kind_of_its_tier_by_its_names(name: str, kind: str 
     assert tier_of({"finished": 1, name: 0}) == kind
 
 
+def test_every_kind_of_tier_is_counted_started_and_simulated_and_its_names_are_its_own() -> None:
+    assert set(COUNTED) == set(SERVED) == set(MODELS) == set(TIER_KINDS)
+    names = [s.name for tier in COUNTED.values() for s in (*tier.vllm_series, *tier.host_series)]
+    assert len(set(names)) == len(names)
+    assert {tier_of([tier.witness]) for tier in COUNTED.values()} == set(TIER_KINDS)
+
+
 def test_a_reading_of_two_tiers_is_refused() -> None:
     with pytest.raises(CounterError, match="several host tiers"):
         tier_of(["host_lookups", "native_load_bytes"])
@@ -103,7 +104,7 @@ def test_a_tier_of_unknown_chunk_is_a_mistake_of_the_caller() -> None:
 
 
 def test_a_native_full_hit_computes_nothing_and_moves_the_bytes_its_worker_counted() -> None:
-    # A37: 160 tokens, 32 on the GPU; the other 8 blocks of 16 KiB are loaded in 2 ms.
+    # A37: 160 tokens, 32 on the GPU; the other 8 blocks of 16 KiB are loaded .
     measured = ask(
         NATIVE,
         (0, 32, 128),
@@ -113,14 +114,12 @@ def test_a_native_full_hit_computes_nothing_and_moves_the_bytes_its_worker_count
     )
     assert measured.split == TokenSplit(160, computed=0, gpu_hit=32, host_loaded=128)
     assert (measured.loaded_bytes, measured.loaded_source) == (131_072, "kv_offload_load_bytes")
-    assert measured.load_s == 0.002
     assert measured.disagreement is None
 
 
 def test_native_stores_stay_unknown_for_they_may_be_published_later() -> None:
     measured = ask(NATIVE, (160, 0, 0), {"native_store_bytes": 99_000}, chunk_tokens=16)
-    assert (measured.stored_tokens, measured.stored_chunks) == (None, None)
-    assert (measured.loaded_bytes, measured.load_s) == (0, None)
+    assert (measured.stored_tokens, measured.loaded_bytes) == (None, 0)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,7 @@ def test_simple_loads_are_its_blocks_times_the_bytes_of_one() -> None:
     tier = {"simple_load_blocks": 10}
     change = {"simple_load_blocks": 13}
     measured = ask(tier, (16, 0, 48), change, chunk_tokens=16, chunk_bytes=BLOCK_BYTES)
-    assert (measured.loaded_chunks, measured.loaded_bytes) == (3, 3 * BLOCK_BYTES)
+    assert measured.loaded_bytes == 3 * BLOCK_BYTES
     assert measured.loaded_source == "load_blocks_times_bytes"
     assert (measured.stored_tokens, measured.disagreement) == (None, None)
     unknown = ask(tier, (16, 0, 48), change, chunk_tokens=16)
@@ -160,37 +159,35 @@ def test_simple_blocks_that_are_not_vllms_tokens_are_a_disagreement() -> None:
 
 # --- LMCache inside vLLM
 
-IN_PROCESS = {RESIDENT_IN_PROCESS: 28}
+IN_PROCESS = {RESIDENT: 28}
 
 
 @pytest.mark.parametrize(
-    ("split", "hit", "loaded"),
+    ("split", "loaded"),
     [
         # 1,792 = 7 chunks found; the GPU's 1,088 end in the fifth, so 3 whole chunks move.
-        ((228, 1088, 704), 7, 3),
-        ((44, 0, 2816), 11, 11),
+        ((228, 1088, 704), 3),
+        ((44, 0, 2816), 11),
         # The whole prompt of 512 was found: 511 count, 2 chunks move.
-        ((1, 0, 511), 2, 2),
-        ((1, 256, 255), 2, 1),
+        ((1, 0, 511), 2),
+        ((1, 256, 255), 1),
         # 513 tokens: found in full is 512, no token less.
-        ((1, 0, 512), 2, 2),
+        ((1, 0, 512), 2),
     ],
 )
 def test_in_process_loads_are_the_chunks_that_end_where_the_load_does(
-    split: tuple[int, int, int], hit: int, loaded: int
+    split: tuple[int, int, int], loaded: int
 ) -> None:
     # A37, A38
     measured = ask(IN_PROCESS, split, {}, chunk_tokens=256, chunk_bytes=5_000)
-    assert (measured.hit_chunks, measured.loaded_chunks) == (hit, loaded)
     assert (measured.loaded_bytes, measured.loaded_source) == (loaded * 5_000, "chunks_times_bytes")
     assert measured.disagreement is None
 
 
 def test_an_in_process_request_that_loads_nothing_moves_no_bytes() -> None:
     # Resident chunks may fall: a store evicts. They are a state, not a counter.
-    measured = ask(IN_PROCESS, (300, 0, 0), {RESIDENT_IN_PROCESS: 20}, chunk_tokens=256)
-    assert (measured.loaded_bytes, measured.loaded_chunks) == (0, 0)
-    assert (measured.stored_tokens, measured.hit_chunks) == (None, None)
+    measured = ask(IN_PROCESS, (300, 0, 0), {RESIDENT: 20}, chunk_tokens=256)
+    assert (measured.loaded_bytes, measured.stored_tokens) == (0, None)
 
 
 def test_an_in_process_load_that_ends_inside_a_chunk_is_a_disagreement() -> None:
@@ -207,9 +204,9 @@ def test_seconds_are_kept_as_whole_nanoseconds() -> None:
         'vllm:kv_offload_load_bytes_total{engine="0",model_name="m"} 4096.0\n'
         'vllm:kv_offload_load_time_total{engine="0",model_name="m"} 0.0012345\n'
     )
-    wanted = [series.sample for series in NATIVE_SERIES]
-    samples = parse(page, wanted=wanted, where="page")
-    found = counts(samples, NATIVE_SERIES, model_name="m", where="page")
+    series = native.TIER.vllm_series
+    samples = parse(page, wanted=series, where="page")
+    found = counts(samples, series, model_name="m", where="page")
     # The store's counters have not been exported: nothing was stored yet.
     assert found == {
         "native_load_bytes": 4096,
@@ -222,7 +219,7 @@ def test_seconds_are_kept_as_whole_nanoseconds() -> None:
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-0.5"])
 def test_seconds_no_counter_can_have_refuse_the_page(value: str) -> None:
     series = Series("s", "s_total", "always", per_unit=10**9)
-    samples = parse(f"s_total {value}\n", wanted=["s_total"], where="page")
+    samples = parse(f"s_total {value}\n", wanted=[series], where="page")
     with pytest.raises(ScrapeError, match="not a count"):
         counts(samples, (series,), model_name=None, where="page")
 
@@ -233,39 +230,38 @@ WRITE = "vllm:kv_offload_cpu_cache_write_usage_perc"
 
 
 def test_offloading_is_at_rest_when_the_same_idle_state_is_seen_twice() -> None:
-    rest = OffloadRest()
+    rest = OffloadRest(native.TIER.gauges, "m")
     with pytest.raises(NotYetError, match="not seen twice"):
-        rest.check({WRITE: 0.0}, {"native_store_bytes": 5}, now=0.0)
+        rest.look({WRITE: 0.0}, {"native_store_bytes": 5}, now=0.0)
     with pytest.raises(NotYetError, match="not seen twice"):  # a store was still counted
-        rest.check({WRITE: 0.0}, {"native_store_bytes": 9}, now=0.1)
-    rest.check({WRITE: 0.0}, {"native_store_bytes": 9}, now=0.2)
+        rest.look({WRITE: 0.0}, {"native_store_bytes": 9}, now=0.1)
+    rest.look({WRITE: 0.0}, {"native_store_bytes": 9}, now=0.2)
 
 
 def test_a_busy_gauge_that_stands_still_is_waited_for_no_longer_than_its_grace() -> None:
-    rest = OffloadRest()
+    rest = OffloadRest(native.TIER.gauges, "m")
     busy = {WRITE: 0.25}
     with pytest.raises(NotYetError):
-        rest.check(busy, {}, now=10.0)
+        rest.look(busy, {}, now=10.0)
     with pytest.raises(NotYetError, match=f"{WRITE} is 0.25"):
-        rest.check(busy, {}, now=10.0 + OFFLOAD_GRACE_S - 0.01)
-    rest.check(busy, {}, now=10.0 + OFFLOAD_GRACE_S)
+        rest.look(busy, {}, now=10.0 + OFFLOAD_GRACE_S - 0.01)
+    rest.look(busy, {}, now=10.0 + OFFLOAD_GRACE_S)
 
 
 def test_a_busy_gauge_that_moves_starts_its_grace_again() -> None:
-    rest = OffloadRest()
+    rest = OffloadRest(native.TIER.gauges, "m")
     for now, share in ((0.0, 0.5), (0.9, 0.4), (1.8, 0.3)):
         with pytest.raises(NotYetError):
-            rest.check({WRITE: share}, {}, now=now)
+            rest.look({WRITE: share}, {}, now=now)
     with pytest.raises(NotYetError):
-        rest.check({WRITE: 0.3}, {}, now=2.7)
+        rest.look({WRITE: 0.3}, {}, now=2.7)
 
 
 def test_gauges_of_other_models_and_of_other_tiers_are_not_read() -> None:
     page = f'{WRITE}{{engine="0",model_name="m"}} 0.5\n{WRITE}{{engine="0",model_name="x"}} 1\n'
-    samples = parse(page, wanted=[WRITE], where="page")
-    assert offload_gauges(samples, "native", model_name="m") == {WRITE: 0.5}
-    assert offload_gauges(samples, "simple", model_name="m") == {}
-    assert offload_gauges(samples, None, model_name="m") == {}
+    samples = parse(page, wanted=native.TIER.gauges, where="page")
+    assert gauge_values(samples, native.TIER.gauges, "m") == {WRITE: 0.5}
+    assert gauge_values(samples, simple.TIER.gauges, "m") == {}
 
 
 def in_process_page(*, served: str = "m", pinned: int = 0, healthy: int = 1) -> str:
@@ -282,6 +278,21 @@ def in_process_page(*, served: str = "m", pinned: int = 0, healthy: int = 1) -> 
     )
 
 
+@dataclass
+class InProcessPages:
+    """A page of LMCache's internal API, as a server that serves ``m`` gives it."""
+
+    page: str
+    model_name: str = "m"
+    where: str = "page"
+
+    def metrics(self) -> Samples:
+        return parse(self.page, wanted=lmcache.TIER.gauges, where="page")
+
+    def status(self) -> None:
+        raise AssertionError("LMCache inside vLLM has no /status")
+
+
 @pytest.mark.parametrize(
     ("page", "reason"),
     [
@@ -291,20 +302,18 @@ def in_process_page(*, served: str = "m", pinned: int = 0, healthy: int = 1) -> 
 )
 def test_lmcache_in_process_is_not_at_rest(page: str, reason: str) -> None:
     # A42
-    samples = parse(page, wanted=["lmcache:"], where="page")
     with pytest.raises(NotYetError, match=reason):
-        check_in_process(samples, model_name="m", where="page")
+        lmcache.TIER.rest("m").check({}, {}, InProcessPages(page), {})
 
 
 def test_only_the_workers_half_of_the_connector_counts() -> None:
-    samples = parse(in_process_page(), wanted=["lmcache:"], where="page")
-    check_in_process(samples, model_name="m", where="page")
-    name = "lmcache:local_cpu_hot_cache_count"
-    assert of_worker(samples, name, model_name="m", where="page") == 6
+    reading = lmcache.TIER.rest("m").check({}, {}, InProcessPages(in_process_page()), {})
+    assert reading is not None
+    assert reading.counters == {RESIDENT: 6}
 
 
 def test_another_servers_internal_api_is_refused() -> None:
     # A55
-    samples = parse(in_process_page(served="other"), wanted=["lmcache:"], where="page")
+    pages = InProcessPages(in_process_page(served="other"))
     with pytest.raises(MissingSeries, match=r"serves 'm'; it has \['other'\]"):
-        check_in_process(samples, model_name="m", where="page")
+        lmcache.TIER.rest("m").check({}, {}, pages, {})

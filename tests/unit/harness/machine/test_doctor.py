@@ -220,7 +220,7 @@ def _engines(monkeypatch: pytest.MonkeyPatch) -> None:
     found = installed.Versions("cpu", "0.32.0", "0.5.6", "2.13.0+cpu", "2.13.0+cpu", None)
     monkeypatch.setattr(doctor, "installed_build", lambda: "cpu")
     monkeypatch.setattr(installed, "versions", lambda build: found)
-    monkeypatch.setattr(installed, "missing_counters", lambda: (13, []))
+    monkeypatch.setattr(installed, "missing_series", lambda: (13, []))
 
 
 @pytest.fixture
@@ -275,10 +275,10 @@ def test_a_plan_that_cannot_be_read_is_wrong_usage(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_engines")
-def test_missing_counters_are_an_error_that_names_them(
+def test_missing_series_are_an_error_that_names_them(
     tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(installed, "missing_counters", lambda: (13, ["vllm:request_success_total"]))
+    monkeypatch.setattr(installed, "missing_series", lambda: (13, ["vllm:request_success_total"]))
     found = machine(tmp_path, plan_file)["counters"]
     assert found["status"] == "error"
     assert "1 of 13" in found["found"]

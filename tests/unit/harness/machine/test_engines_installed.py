@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from harness.machine import engines as installed
-from harness.machine.engines import Versions, missing_counters, troubles
+from harness.machine.engines import Versions, missing_series, troubles
 from servers.arms import Build
 from tests.places import DATA
 
@@ -118,11 +118,11 @@ def _fake_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_fake_packages")
 def test_counters_are_named_as_the_exporters_name_them() -> None:
-    assert installed.exported_counters("vllm") == {
+    assert installed.exported_series("vllm") == {
         "vllm:request_success_total", "vllm:num_preemptions_total",
         "vllm:prompt_tokens_by_source_total",
     }  # fmt: skip
-    assert installed.exported_counters("lmcache") == {
+    assert installed.exported_series("lmcache") == {
         "lmcache_mp_lookup_hit_tokens_total", "lmcache_mp_lookups_requests_total",
         "lmcache_mp_num_chunks_loaded_chunks_total", "lmcache_mp_event_bus_dropped_events_total",
         "lmcache_mp_ratio_total",
@@ -131,7 +131,7 @@ def test_counters_are_named_as_the_exporters_name_them() -> None:
 
 @pytest.mark.usefixtures("_fake_packages")
 def test_a_counter_that_would_be_read_as_none_yet_is_missed() -> None:
-    n_wanted, missing = missing_counters()
+    n_wanted, missing = missing_series()
     assert n_wanted > len(missing) > 0
     assert "lmcache_mp_l1_write_chunks_total" in missing
     assert "lmcache_mp_lookup_hit_tokens_total" not in missing
@@ -145,14 +145,14 @@ def test_an_engine_without_any_way_to_split_a_prompt_is_missed(
 ) -> None:
     packages(tmp_path, VLLM.replace("by_source", "by_mood"), LMCACHE)
     monkeypatch.setattr(installed, "package_folder", lambda name: tmp_path / name)
-    assert any("splits prompt tokens" in text for text in missing_counters()[1])
+    assert any("splits prompt tokens" in text for text in missing_series()[1])
 
 
 @pytest.mark.live
 def test_the_installed_engines_export_every_counter_and_name_them_as_the_goldens_do() -> None:
     if installed.package_folder("vllm") is None or installed.package_folder("lmcache") is None:
         pytest.skip("needs vllm and lmcache: make setup")
-    n_wanted, missing = missing_counters()
+    n_wanted, missing = missing_series()
     assert (n_wanted > 10, missing) == (True, [])
     # What a live server's page holds, the source names: pages of the pinned versions.
     pages = DATA / "metrics"
@@ -167,7 +167,7 @@ def test_the_installed_engines_export_every_counter_and_name_them_as_the_goldens
             if line.startswith(f"# TYPE {prefix}") and line.endswith(" counter")
         }
         assert len(live) > 5
-        exported = installed.exported_counters(package)
+        exported = installed.exported_series(package)
         names = {name if name.endswith("_total") else f"{name}_total" for name in live}
         assert sorted(names - exported) == []
 

@@ -8,7 +8,8 @@ from harness.measure.create import predicted_rows
 from harness.plan.experiment import check_build, resolve
 from harness.plan.files import load_plan, parse_plan, preset_names
 from harness.plan.plan import planned_keys
-from servers.arms import TIER_KINDS, Arm, Build, TierKind
+from servers.arms import Arm, Build
+from sim.tiers.settings import TIER_KINDS, TierKind
 from tests.factory import PLAN_TOML, make_plan
 
 

@@ -2,15 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.tiers.spec import (
-    GpuPool,
-    HostChunks,
-    NotPredictable,
-    PrefixKeys,
-    align_up,
-    engine_note,
-    engine_rules,
-)
+from sim.tiers.gpu_pool import GpuPool
+from sim.tiers.host import NotPredictable, align_up
+from sim.tiers.lmcache_mp import HostChunks
+from sim.tiers.prefix_keys import PrefixKeys
+from sim.tiers.spec import engine_note, engine_rules
 
 
 def _serve(pool: GpuPool, keys: list[int], *, n_blocks: int) -> list[int]:

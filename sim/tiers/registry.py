@@ -1,0 +1,61 @@
+"""The kinds of host tier that are simulated, a file of this folder each, and the tiers of a spec."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from sim.tiers import lmcache, lmcache_mp, native, simple
+from sim.tiers.gpu_pool import GpuPool
+from sim.tiers.host import HostTier, NotPredictable
+from sim.tiers.settings import HOST_KINDS, HostKind, TierKind
+from sim.tiers.spec import TierModel, TierSpec, engine_rules
+
+MODELS: Final[Mapping[TierKind, TierModel]] = {
+    "lmcache-mp": lmcache_mp.MODEL,
+    "lmcache": lmcache.MODEL,
+    "native": native.MODEL,
+    "simple": simple.MODEL,
+}
+
+
+def model_of(kind: HostKind | None) -> TierModel | None:
+    """How ``kind`` is simulated; None where there is no host tier."""
+    return None if kind is None or kind == "none" else MODELS[kind]
+
+
+def open_gpu(spec: TierSpec) -> GpuPool:
+    """The empty GPU tier of ``spec``. Raises ValueError for one no server could have."""
+    rule = spec.hashless_first
+    if rule is None:
+        rule = engine_rules(spec.engine).hashless_first
+    return GpuPool(spec.num_gpu_blocks, hashless_first=rule)
+
+
+def open_host(spec: TierSpec) -> HostTier | None:
+    """The empty host tier of ``spec``, or None for none.
+
+    Raises ValueError for a spec no server could have, NotPredictable for one that is not modelled.
+    """
+    kind = spec.host_kind
+    if kind not in HOST_KINDS:
+        raise ValueError(f"host is {kind!r}; known: {', '.join(HOST_KINDS)}")
+    if (kind == "none") != (spec.host_chunks is None):
+        raise ValueError(f"host {kind!r} with host_chunks {spec.host_chunks}: one contradicts")
+    model = model_of(kind)
+    if model is None:
+        return None
+    _check_beside(spec)
+    return model.open_tier(spec)
+
+
+def _check_beside(spec: TierSpec) -> None:
+    """Refuse a host tier that does not go with the GPU tier beside it."""
+    if spec.chunk_tokens < 1 or spec.chunk_tokens % spec.block_size:
+        raise ValueError(
+            f"chunks of {spec.chunk_tokens} tokens are not whole blocks of {spec.block_size}; "
+            "the engines refuse such a pair"
+        )
+    if not spec.prefix_caching:
+        raise NotPredictable(
+            f"host {spec.host_kind!r} without vLLM's prefix cache: never compared with the "
+            "engine's classes"
+        )
