@@ -244,9 +244,14 @@ _COUNTERS = ("create_counter", "create_observable_counter")
 _GAUGES = ("create_observable_gauge", "create_up_down_counter", "create_gauge")
 
 
+_HELPER = "register_gauge"  # LMCache's own: (meter, name, description, callback)
+
+
 def _instrument(call: ast.Call) -> str | None:
     """The sample name of the instrument this call creates; None when it creates none."""
-    maker = getattr(call.func, "attr", None)
+    maker = getattr(call.func, "attr", None) or getattr(call.func, "id", None)
+    if maker == _HELPER:
+        return (_string(call.args[1]) or "").replace(".", "_") if len(call.args) > 1 else None
     if maker not in (*_COUNTERS, *_GAUGES):
         return None
     given = {keyword.arg: keyword.value for keyword in call.keywords}

@@ -9,7 +9,7 @@ in vLLM's process. ``native``: vLLM's own offloading. ``simple``: vLLM's simple 
 
 TIER_KINDS: tuple[TierKind, ...] = get_args(TierKind)
 
-HostKind = Literal["none"] | TierKind
+HostKind = Literal["none", TierKind]
 """A kind, or that there is no host tier."""
 
 HOST_KINDS: tuple[HostKind, ...] = ("none", *TIER_KINDS)

@@ -18,7 +18,7 @@ from servers.fake.script import BEHAVIOURS, parse_script
 from servers.fake.server import FakeServer, FakeSpec
 from tests.places import DATA, ROOT
 
-FAKE_FILES = ("fake.py", "fake_engine.py", "fake_tiers.py")
+FAKE_FILES = ("server.py", "engine.py", "tiers.py")
 RECORDED = DATA / "vllm-0.32.0-stream.sse"
 # 5 usable blocks of 32 hold one prompt of 150 tokens; chunks of 64: two of them per prompt.
 SMALL = FakeSpec(model_name="m", num_gpu_blocks=6, host_chunks=40, chunk_tokens=64)
@@ -284,7 +284,7 @@ def test_rule_that_could_never_act_is_rejected(rule, message):
 
 
 def test_every_documented_behaviour_is_one_the_server_acts_on():
-    code = "".join((ROOT / "servers" / name).read_text() for name in FAKE_FILES)
+    code = "".join((ROOT / "servers" / "fake" / name).read_text() for name in FAKE_FILES)
     assert [name for name in BEHAVIOURS if f'"{name}"' not in code] == []
 
 

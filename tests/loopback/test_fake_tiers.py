@@ -259,7 +259,7 @@ def test_a_settle_of_vllms_own_offloading_looks_twice_at_a_server_at_rest() -> N
 def asked(kind: Kind, *, gib: float = 0.0009765625, **changed: Any) -> Arm:
     """An arm whose tier holds 1 MiB: 64 chunks of 16 KiB, or 128 blocks of 8 KiB."""
     server = ServerSpec("fake", "owner/m", 32, 18, 2048, 4096, "float32")
-    host = None if kind is None else HostTier(gib, kind, CHUNK[kind])
+    host = None if kind is None else HostTier(gib, kind, chunk_tokens=CHUNK[kind])
     return Arm(kind or "baseline", server, host, **changed)
 
 

@@ -400,7 +400,7 @@ def test_a_series_that_appears_only_after_the_request_has_no_known_start() -> No
     ("answer", "reason"),
     [
         (Answer("", 500), "HTTP 500"),
-        (Answer("", 307, {"Location": "/metrics/"}), "HTTP 307"),
+        (Answer("", 307, {"Location": "/metrics/"}), "is redirected to '/metrics/'"),
         (Answer(""), "empty page"),
     ],
 )
@@ -637,7 +637,7 @@ def test_a_full_host_hit_counts_one_token_less_and_loads_every_chunk() -> None:
         {"prompt_computed": 501, "prompt_host_loaded": 511, "host_hit_tokens": 512}, 512
     )
     assert measured.split.host_loaded == 511
-    assert (measured.loaded_bytes, measured.disagreement) == (2 * CHUNK_BYTES, None)
+    assert (measured.loaded_bytes, measured.disagreement) == (2 * 1000, None)
 
 
 def test_a_token_recomputed_after_a_full_hit_is_not_counted_twice() -> None:

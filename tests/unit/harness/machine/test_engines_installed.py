@@ -101,6 +101,7 @@ meter.create_counter("lmcache_mp.num_chunks_loaded", unit="chunks")
 meter.create_observable_counter("lmcache_mp.event_bus.dropped_events_total", callbacks=[])
 meter.create_counter("lmcache_mp.ratio", unit="1")
 meter.create_gauge("lmcache_mp.held", unit="bytes")
+register_gauge("lmcache.bus", "lmcache_mp.bus.depth", "Events queued.", depth)
 """
 
 
@@ -120,12 +121,13 @@ def _fake_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counters_are_named_as_the_exporters_name_them() -> None:
     assert installed.exported_series("vllm") == {
         "vllm:request_success_total", "vllm:num_preemptions_total",
-        "vllm:prompt_tokens_by_source_total",
+        "vllm:prompt_tokens_by_source_total", "vllm:request_success", "vllm:num_preemptions",
+        "vllm:prompt_tokens_by_source",
     }  # fmt: skip
     assert installed.exported_series("lmcache") == {
         "lmcache_mp_lookup_hit_tokens_total", "lmcache_mp_lookups_requests_total",
         "lmcache_mp_num_chunks_loaded_chunks_total", "lmcache_mp_event_bus_dropped_events_total",
-        "lmcache_mp_ratio_total",
+        "lmcache_mp_ratio_total", "lmcache_mp_held_bytes", "lmcache_mp_bus_depth",
     }  # fmt: skip
 
 
