@@ -47,7 +47,7 @@ def reconciled(runs: Runs) -> dict[str, Reconciliation]:
 
 
 def rows_of(
-    reconciled: dict[str, Reconciliation], plan: str, name: str, *, arm: str = "lmcache"
+    reconciled: dict[str, Reconciliation], plan: str, name: str, *, arm: str = "lmcache-mp"
 ) -> dict[int, Row]:
     """The rows of one pass of one arm, by document."""
     rows = {r.doc: r for r in reconciled[plan].rows if (r.config, r.pass_name) == (arm, name)}

@@ -203,7 +203,7 @@ def test_a_narrow_log_axis_has_two_labels_or_more(browser: Browser, tmp_path: Pa
     rows = [
         {"config": arm, "pass": "pass2-replay", "doc": doc, "doc_tokens": 512,
          "ttft_ms": 110.0 + doc, "total_ms": 300.0}
-        for arm in ("baseline", "lmcache")
+        for arm in ("baseline", "lmcache-mp")
         for doc in range(3)
     ]  # fmt: skip
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
