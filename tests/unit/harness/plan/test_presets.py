@@ -178,7 +178,7 @@ def test_plan_prints_the_labs_story_without_gpu_vllm_or_model(
     for text in (
         "150 requests measured (155 with the warm-up) in 5 sessions",
         "kvcliff's shape file, because Qwen/Qwen2.5-1.5B-Instruct is not downloaded",
-        "4 GPU hit · 1 part GPU hit, rest computed · 5 computed",
+        "4 GPU hit · 1 part GPU hit, rest recomputed · 5 recomputed",
         "4 GPU hit · 1 part GPU hit, rest host-loaded · 5 host-loaded",
         "Expected TTFT in ms, median of a pass: an estimate, nothing is measured",
         "expected by a prior for a data-centre GPU, not for this machine",
