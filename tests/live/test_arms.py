@@ -11,11 +11,12 @@ import pytest
 
 from harness.record.journal import read_journal
 from harness.record.row import Row
-from servers.arms import NOT_ON_CPU, Arm, ServerSpec
+from servers.arms import Arm, ServerSpec
 from servers.errors import LaunchError
 from servers.launch import launch
 from servers.probe import probe
 from servers.tiers.base import HostTier
+from servers.tiers.registry import SERVED
 from servers.tinymodel import write_tiny_model
 from sim.tiers.settings import TierKind
 
@@ -101,7 +102,9 @@ def test_a_tier_that_needs_a_gpu_is_refused_before_anything_starts(
 ) -> None:
     done = kvcliff(tmp_path, kind)
     assert done.returncode == 2
-    assert " ".join(NOT_ON_CPU[kind].split()) in " ".join(done.stderr.split())
+    reason = SERVED[kind].not_on_cpu
+    assert reason is not None
+    assert " ".join(reason.split()) in " ".join(done.stderr.split())
     assert not (tmp_path / "results").exists()
 
 
@@ -122,7 +125,7 @@ def test_the_engines_themselves_say_what_the_refusal_says(
         build="cpu", model=model, block_size=32, num_gpu_blocks=34, max_model_len=1024,
         max_num_batched_tokens=1024, dtype="float32",
     )  # fmt: skip
-    arm = Arm(kind, server, HostTier(0.125, kind, 256 if kind == "lmcache" else 32))
+    arm = Arm(kind, server, HostTier(0.125, kind, chunk_tokens=256 if kind == "lmcache" else 32))
     with (
         pytest.raises(LaunchError),
         launch(

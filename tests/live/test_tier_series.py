@@ -305,7 +305,7 @@ def test_lmcache_in_process_is_read_over_its_internal_api_right_after_each_reque
             logs={"vllm": ServerLog(tmp_path / "vllm.log", start=0)}, start_s=1.0,
         )  # fmt: skip
         server = ServerSpec("fake", "owner/m", 4, 10, 2048, 4096, "float32")
-        facts = probe(running, Arm("lmcache", server, HostTier(gib, "lmcache", CHUNK)))
+        facts = probe(running, Arm("lmcache", server, HostTier(gib, "lmcache", chunk_tokens=CHUNK)))
     # 20 tokens are 2 chunks, 30 are 3; nothing is evicted from 6.
     assert resident == [({RESIDENT: n}, n) for n in (2, 2, 5, 5)]
     assert (facts.chunk_tokens, facts.policy) == (CHUNK, "LRU")
