@@ -156,7 +156,7 @@ def test_lmcaches_server_answers_as_kvcliff_asks(
     box: Box, started: tuple[int, dict[str, Any], Path], tmp_path: Path
 ) -> None:
     assert started[1]["unpack"]["status"] == "done"
-    ports = free_ports("lmcache-mp")
+    ports = free_ports(with_connector=True, with_http=True)
     server = ServerSpec("gpu", "/model", 16, 64, 512, 512, "bfloat16")
     command = render(
         Arm("lmcache-mp", server, HostTier(gib=1.0)),

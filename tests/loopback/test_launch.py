@@ -431,7 +431,7 @@ def test_a_stranger_that_takes_the_port_later_is_not_taken_for_ours(tmp_path: Pa
 
 def test_chosen_ports_are_free_different_and_outside_the_clients_range():
     # A55: inside it, any outgoing connection may take the port before the server does.
-    ports = free_ports("lmcache-mp")
+    ports = free_ports(with_connector=True, with_http=True)
     chosen = {ports.vllm, ports.lmcache, ports.lmcache_http}
     assert len(chosen) == 3
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
