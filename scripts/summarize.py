@@ -14,12 +14,15 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 ARMS = ("baseline", "lmcache")
 """The two values of ``config`` that are compared; the ratio is the first over the second."""
+
+STAND_IN = "lmcache-mp"
+"""Read as ``lmcache`` where a journal has no row of that: LMCache's server, as kvcliff calls it."""
 
 _NUMBER = "a finite number >= 0"
 _TEXT = "a non-empty string"
@@ -51,14 +54,16 @@ class Tally:
 
     ``ttft_ms`` and ``docs`` hold complete rows of the two arms by (config, pass); ``failed``
     counts incomplete rows of every config, ``others`` all rows of the configs not compared.
-    ``passes``: names in order of first appearance.
+    ``passes``: names, and the line of each one's first complete row. ``stand_in``: the rows of
+    ``STAND_IN``, counted as ``lmcache``'s.
     """
 
     ttft_ms: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     docs: dict[tuple[str, str], Counter[int | str]] = field(default_factory=dict)
-    passes: dict[str, None] = field(default_factory=dict)
+    passes: dict[str, int] = field(default_factory=dict)
     failed: Counter[tuple[str, str]] = field(default_factory=Counter)
     others: Counter[str] = field(default_factory=Counter)
+    stand_in: "Tally | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +87,8 @@ class Summary:
 def summarize(lines: Iterable[bytes], *, name: str) -> Summary:
     """Summarise the journal ``lines`` (each with its LF, as a binary file yields them).
 
-    p50 is ``statistics.median``, the mean ``statistics.fmean`` (exact summation, so that row order
-    and Python version cannot tip a last digit); ratios are baseline over lmcache of unrounded
+    p50 is ``statistics.median``, the mean ``statistics.mean`` (exact arithmetic, rounded once, so that
+    neither row order nor Python version can tip a last digit); ratios are baseline over lmcache of unrounded
     values. Raises SummaryError, starting with ``name`` and the line number, for a row that cannot
     be used, and when no row is left to summarise.
     """
@@ -94,15 +99,16 @@ def summarize(lines: Iterable[bytes], *, name: str) -> Summary:
             row = _parse_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
             if row is not None:
                 _refuse_repeat(row, number, seen)
-                _count(row, tally)
+                _count(row, tally, number)
         except _RowError as error:
             raise SummaryError(f"{name} line {number}: {error}") from None
+    notices = _let_stand_in(tally)
     if not tally.ttft_ms:
         left_out = f"{sum(tally.failed.values())} failed, {sum(tally.others.values())} of others"
         raise SummaryError(
             f"{name}: no complete row of {' or '.join(ARMS)} ({left_out}); accepted: at least one"
         )
-    return _summarize_tally(tally, name=name)
+    return _summarize_tally(tally, notices, name=name)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -321,20 +327,40 @@ def _refuse_repeat(row: Row, number: int, seen: _Seen) -> None:
         )
 
 
-def _count(row: Row, tally: Tally) -> None:
+def _count(row: Row, tally: Tally, number: int) -> None:
     cell = (row.config, row.pass_name)
     if not row.is_complete:
         tally.failed[cell] += 1
+    if row.config == STAND_IN:
+        tally.stand_in = tally.stand_in or Tally()
+        _count(replace(row, config=ARMS[1]), tally.stand_in, number)
     if row.config not in ARMS:
         tally.others[row.config] += 1
     elif row.is_complete and row.ttft_ms is not None:
-        tally.passes.setdefault(row.pass_name)
+        tally.passes.setdefault(row.pass_name, number)
         tally.ttft_ms.setdefault(cell, []).append(row.ttft_ms)
         tally.docs.setdefault(cell, Counter())[row.doc] += 1
 
 
-def _summarize_tally(tally: Tally, *, name: str) -> Summary:
-    notices = _left_out(tally)
+def _let_stand_in(tally: Tally) -> list[str]:
+    """Take the stand-in's rows where ``lmcache`` has none, not even a failed one; says so."""
+    arm, other = ARMS[1], tally.stand_in
+    if other is None or any(cell[0] == arm for cell in (*tally.ttft_ms, *tally.failed)):
+        return []
+    n_rows = tally.others.pop(STAND_IN)
+    for pass_name in [name for config, name in tally.failed if config == STAND_IN]:
+        tally.failed[arm, pass_name] = tally.failed.pop((STAND_IN, pass_name))
+    tally.ttft_ms |= other.ttft_ms
+    tally.docs |= other.docs
+    lines = {**other.passes}
+    for pass_name, line in tally.passes.items():
+        lines[pass_name] = min(line, lines.get(pass_name, line))
+    tally.passes = dict(sorted(lines.items(), key=lambda item: item[1]))
+    return [f"{arm} is read from the {n_rows} {_rows(n_rows)} of {STAND_IN}"]
+
+
+def _summarize_tally(tally: Tally, notices: list[str], *, name: str) -> Summary:
+    notices = [*notices, *_left_out(tally)]
     centres = {cell: _centres(times, f"{name}: {cell}") for cell, times in tally.ttft_ms.items()}
     tables: dict[str, dict[str, dict[str, float]]] = {}
     for arm in ARMS:
@@ -380,7 +406,7 @@ def _rows(n: int) -> str:
 
 def _centres(times_ms: list[float], where: str) -> dict[str, float]:
     try:
-        centres = {"p50": statistics.median(times_ms), "mean": statistics.fmean(times_ms)}
+        centres = {"p50": statistics.median(times_ms), "mean": statistics.mean(times_ms)}
     except OverflowError:
         centres = {"p50": math.inf}
     if not all(math.isfinite(value) for value in centres.values()):

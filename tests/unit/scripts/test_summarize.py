@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.summarize import summarize as summarize_lines
 from tests.places import ROOT
 
 SUMMARIZE = ROOT / "scripts" / "summarize.py"
@@ -269,3 +270,30 @@ def test_a_bad_argument_is_one_line_and_writes_nothing(tmp_path: Path, kind: str
     assert [text for text in named if text not in done.stderr] == []
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     assert (tmp_path / "in.jsonl").read_bytes() == GOOD
+
+
+def test_the_mean_is_rounded_once():
+    # The exact sum of these six is 2234.1, a mean of 372.35; summed as floats it was 372.3.
+    times = [577.4, 127.8, 317.0, 596.4, 235.9, 379.6]
+    summary = summarize_lines([row(doc=i, ttft_ms=ms) for i, ms in enumerate(times)], name="x")
+    assert summary.tables["baseline"]["pass2-replay"]["mean_ms"] == 372.4
+
+
+def test_rows_of_lmcache_mp_stand_in_for_lmcache_where_there_is_none(summarize):
+    rows = [row("lmcache-mp", ttft_ms=2, **{"pass": "z"}), row(ttft_ms=8, **{"pass": "z"})]
+    later = [row("lmcache-mp", ttft_ms=1), row(ttft_ms=3)]
+    stderr, output = summarize(*rows, *later)
+    assert tables(output)["lmcache"]["z"] == {"n": 1, "p50_ms": 2.0, "mean_ms": 2.0}
+    assert tables(output)["ratio"] == {
+        "z": {"p50": 4.0, "mean": 4.0}, "pass2-replay": {"p50": 3.0, "mean": 3.0},
+    }  # fmt: skip
+    assert list(tables(output)["ratio"]) == ["z", "pass2-replay"]
+    assert "lmcache is read from the 2 rows of lmcache-mp" in stderr
+
+
+def test_rows_of_lmcache_mp_stay_out_where_lmcache_has_rows(summarize):
+    stderr, output = summarize(
+        row(), row("lmcache"), row("lmcache-mp", ttft_ms=9, **{"pass": "only-there"})
+    )
+    assert list(tables(output)["lmcache"]) == ["pass2-replay"]
+    assert 'config "lmcache-mp": 1 row, not part of the comparison' in stderr
