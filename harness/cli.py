@@ -235,10 +235,10 @@ def reconcile_command(run: RunPath, as_json: Json = False) -> None:
     evidence = publish(RunFolder(run), write=_write)
     content = evidence.reconciliation
     if as_json:
-        console.show_json(content)
+        console.show_json(content.as_json())
     else:
         console.say(
-            f"{content['requests_reconciled']} of {content['requests_planned']} requests reconciled"
+            f"{content.requests_reconciled} of {content.requests_planned} requests reconciled"
         )
     show_findings(evidence.findings)
     raise typer.Exit(1 if has_failed(evidence.findings) else 0)
@@ -291,11 +291,11 @@ def compare(
     for run in runs:
         if (run / PLAN_FILE).exists():  # summaries are made anew: journals are the only truth
             publish(RunFolder(run), write=_write)
-    content = compare_runs(runs)
+    comparison = compare_runs(runs)
     if as_json:
-        console.show_json(content)
+        console.show_json(comparison.as_json())
     else:
-        show_comparison(content)
+        show_comparison(comparison)
 
 
 @app.command()
@@ -330,11 +330,11 @@ def watch(run: RunPath) -> None:
 @app.command()
 def latency(run: RunPath, as_json: Json = False) -> None:
     """Fit TTFT to a run's token splits."""
-    content = check_folder(run)
+    check = check_folder(run)
     if as_json:
-        console.show_json(content)
+        console.show_json(check.as_json())
     else:
-        show_latency(content)
+        show_latency(check)
 
 
 @app.command()
@@ -358,7 +358,7 @@ def _report(folder: RunFolder, *, as_json: bool) -> bool:
     """Reconcile, summarize, write both files, show both; True when a check failed."""
     evidence = publish(folder, write=_write)
     if as_json:
-        console.show_json(evidence.summary)
+        console.show_json(evidence.summary.as_json())
     else:
         show_run(evidence.summary, evidence.reconciliation)
     show_findings(evidence.findings)

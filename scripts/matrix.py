@@ -17,12 +17,12 @@ from typing import Any
 
 from harness.plan.files import read_plan
 from harness.record.folder import PLAN_FILE
-from harness.verdict.reconcile import SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = ROOT / "harness" / "presets" / "matrix"
 RUNS = ROOT / "results" / "matrix"
 
+SOURCES = ("computed", "gpu_hit", "host_loaded")
 _KVCLIFF = (sys.executable, "-c", "from harness.cli import main; main()")
 _HEADINGS = [
     "plan",

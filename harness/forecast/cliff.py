@@ -1,8 +1,9 @@
 """Where a plan sits on its predicted curve: share of a replay recomputed, by GPU tier capacity."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from harness.plan.experiment import Experiment, arms_of
 from harness.plan.labels import BASELINE, CONTROL, compared
@@ -17,10 +18,34 @@ _WIDEST = 1.3  # of the working set: the curve is flat beyond the point where ev
 _MOST_TOKENS = 40_000_000
 
 
-def cliff(
-    plan: Plan, summary: Mapping[str, Any], pass_name: str, *, chunk_bytes: int | None
-) -> dict[str, Any]:
-    """``cliff`` of ``summary.json``: predicted curve per arm and the measured points on it.
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+
+class CliffPoint(_Part):
+    """A predicted or measured share of recomputed tokens; ``n``: measured rows."""
+
+    arm: str
+    gpu_tokens: int
+    share: float
+    n: int | None = None
+
+
+class Cliff(_Part):
+    """The predicted curve this plan sits on."""
+
+    pass_name: str = Field(alias="pass")
+    working_set_tokens: int
+    gpu_tokens: int
+    points: list[CliffPoint]
+    why_not: str | None
+    measured: list[CliffPoint]
+
+
+def cliff_of(
+    plan: Plan, pass_name: str, *, chunk_bytes: int | None, measured: Sequence[CliffPoint]
+) -> Cliff:
+    """The predicted curve of each arm, with the points ``measured`` on it.
 
     ``share``: recomputed ÷ prompt tokens of ``pass_name``, one session. An arm has no points, and
     ``why_not`` says why, where the curve would take too long, the chunk size is unknown or the arm
@@ -29,7 +54,7 @@ def cliff(
     spec = plan.workload.spec()
     capacities = list(_capacities(plan))
     tokens = spec.longest_prompt_tokens * sum(1 for _ in request_keys(spec))
-    points: list[dict[str, Any]] = []
+    points: list[CliffPoint] = []
     why_not = None
     if tokens * len(capacities) * 2 > _MOST_TOKENS:
         why_not = f"{tokens:,} prompt tokens a session at {len(capacities)} capacities are too much"
@@ -41,19 +66,25 @@ def cliff(
                 points += _points(plan, workload, pass_name, capacities, arm, tiers)
             except NotPredictable as error:
                 why_not = f"{arm}: {error}"
-    return {
-        "pass": pass_name,
-        "working_set_tokens": working_set_tokens(plan),
-        "gpu_tokens": _tokens(plan, plan.server.num_gpu_blocks),
-        "points": points,
-        "why_not": why_not,
-        "measured": list(_measured(plan, summary, pass_name)),
-    }
+    return Cliff(
+        pass_name=pass_name,
+        working_set_tokens=working_set_tokens(plan),
+        gpu_tokens=gpu_tokens(plan),
+        points=points,
+        why_not=why_not,
+        measured=list(measured),
+    )
 
 
-def working_set_tokens(plan: Plan, label: str = BASELINE) -> int:
+def gpu_tokens(plan: Plan, arm: str = BASELINE) -> int:
+    """Tokens that the GPU tier of an arm's server holds."""
+    of_control = plan.control if arm == CONTROL else None
+    return _tokens(plan, (of_control or plan.server).num_gpu_blocks)
+
+
+def working_set_tokens(plan: Plan, arm: str = BASELINE) -> int:
     """Tokens that come again in an arm: its documents, and the questions kept in their prompts."""
-    spec, n_documents = plan.workload.spec(), documents_of(plan, label)
+    spec, n_documents = plan.workload.spec(), documents_of(plan, arm)
     documents = sum(spec.tokens_of(document) for document in range(n_documents))
     if spec.questions == "new":
         return documents
@@ -107,13 +138,13 @@ def _points(
     capacities: Iterable[int],
     arm: str,
     tiers: TierSpec,
-) -> list[dict[str, Any]]:
+) -> list[CliffPoint]:
     return [
-        {
-            "arm": arm,
-            "gpu_tokens": _tokens(plan, blocks),
-            "share": _share(workload, replace(tiers, num_gpu_blocks=blocks), pass_name),
-        }
+        CliffPoint(
+            arm=arm,
+            gpu_tokens=_tokens(plan, blocks),
+            share=_share(workload, replace(tiers, num_gpu_blocks=blocks), pass_name),
+        )
         for blocks in capacities
     ]
 
@@ -125,20 +156,3 @@ def _share(workload: Workload, tiers: TierSpec, pass_name: str) -> float:
             computed += found.split.computed
             prompt += len(request.prompt)
     return computed / prompt
-
-
-def _measured(plan: Plan, summary: Mapping[str, Any], pass_name: str) -> Iterable[dict[str, Any]]:
-    """Each arm's measured share at its own capacity; an arm without known sources has none."""
-    content = summary["passes"].get(pass_name)
-    for arm, cell in (content["arms"] if content else {}).items():
-        tokens = cell["tokens"]
-        blocks = plan.server.num_gpu_blocks
-        if arm == CONTROL and plan.control:
-            blocks = plan.control.num_gpu_blocks
-        if tokens["prompt"]:
-            yield {
-                "arm": arm,
-                "gpu_tokens": _tokens(plan, blocks),
-                "share": tokens["computed"] / tokens["prompt"],
-                "n": tokens["n"],
-            }

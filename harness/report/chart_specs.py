@@ -9,6 +9,7 @@ from typing import Any
 import altair as alt
 
 from harness.charting import FADED, FONT_SIZE, log_ticks, on_page
+from harness.forecast.cliff import Cliff, CliffPoint
 from harness.plan.labels import BASELINE, CONTROL
 from harness.vocabulary import (
     BASELINE_MARK,
@@ -157,9 +158,7 @@ def _sparse_axis(seqs: Sequence[int]) -> alt.Axis:
     return alt.Axis(labelAngle=0, grid=False, values=labelled, ticks=False)
 
 
-def cliff_spec(
-    curve: Mapping[str, Any], *, arms: Mapping[str, Mark], legend: bool
-) -> dict[str, Any]:
+def cliff_spec(curve: Cliff, *, arms: Mapping[str, Mark], legend: bool) -> dict[str, Any]:
     """Predicted shares as lines, measured ones as marks, this plan and the working set as rules."""
     colour, shape = _arm_encoding(arms, legend)
     x = alt.X(
@@ -169,7 +168,7 @@ def cliff_spec(
     )
     y = alt.Y(
         "share:Q",
-        title=f"{curve['pass']}: share computed",
+        title=f"{curve.pass_name}: share computed",
         axis=alt.Axis(format=".0%", tickCount=5),
         scale=alt.Scale(domain=[0, 1]),
     )
@@ -178,8 +177,8 @@ def cliff_spec(
         alt.Tooltip("gpu_tokens:Q", title="GPU tier, tokens", format=","),
         alt.Tooltip("share:Q", title="computed", format=".2%"),
     ]
-    lines = _chart(curve["points"]).mark_line(strokeWidth=2)
-    points = _chart(curve["measured"]).mark_point(filled=True, size=130, opacity=1)
+    lines = _chart(_marks(curve.points)).mark_line(strokeWidth=2)
+    points = _chart(_marks(curve.measured)).mark_point(filled=True, size=130, opacity=1)
     return _spec(
         alt.layer(
             lines.encode(x=x, y=y, color=colour, tooltip=tooltip),
@@ -190,12 +189,16 @@ def cliff_spec(
     )
 
 
-def _named_levels(curve: Mapping[str, Any], x: alt.X) -> list[Any]:
+def _marks(points: Sequence[CliffPoint]) -> Rows:
+    return [point.model_dump(exclude_unset=True) for point in points]
+
+
+def _named_levels(curve: Cliff, x: alt.X) -> list[Any]:
     """Vertical lines with their names: this plan's GPU tier, and the working set."""
     base = _chart(
         [
-            {"gpu_tokens": curve["gpu_tokens"], "what": "this plan"},
-            {"gpu_tokens": curve["working_set_tokens"], "what": "working set"},
+            {"gpu_tokens": curve.gpu_tokens, "what": "this plan"},
+            {"gpu_tokens": curve.working_set_tokens, "what": "working set"},
         ]
     )
     rules = base.mark_rule(color="currentColor", strokeDash=[4, 4], opacity=FADED)

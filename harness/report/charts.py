@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.plan.labels import BASELINE, CONTROL
 from harness.report.chart_specs import (
@@ -15,12 +15,14 @@ from harness.report.chart_specs import (
     timeline_spec,
     ttft_spec,
 )
+from harness.verdict.schema import ReconcileFile, RequestEntry, Split, Summary
 from harness.vocabulary import PASS_COLOURS, PHASE_COLOURS, SOURCES, START, STOP, WARMUP, Mark
 
 # All charts of a kind together: a mark costs 0.4 kB in the file and 1 kB of SVG in the browser, so
 # beyond these they show every k-th request, and say so.
 MOST_MARKS = 4_000
 _SOURCE_ROWS = 3 / 8  # of that many: up to six bars each
+Drawn = TypeVar("Drawn")
 _LONGEST_NAME = 80  # a file name holds 255 bytes, and the report's own name comes before it
 
 
@@ -41,8 +43,8 @@ class Figure:
 
 
 def figures(
-    summary: Mapping[str, Any],
-    reconciliation: Mapping[str, Any],
+    summary: Summary,
+    reconciliation: ReconcileFile,
     *,
     legend: bool = False,
     most: int = MOST_MARKS,
@@ -69,24 +71,24 @@ def _named(figure: Figure, met: Counter[str]) -> Figure:
     return figure if n == 1 else replace(figure, name=f"{figure.name}-{n}")
 
 
-def arms_of(summary: Mapping[str, Any]) -> dict[str, Mark]:
+def arms_of(summary: Summary) -> dict[str, Mark]:
     """Arms that were measured and their marks: those compared first, control, the others."""
-    treatment = summary["compared"][1]
-    found = {arm: None for content in summary["passes"].values() for arm in content["arms"]}
+    treatment = summary.compared[1]
+    found = {arm: None for content in summary.passes.values() for arm in content.arms}
     first = [arm for arm in (BASELINE, treatment, CONTROL) if arm in found]
     return arm_marks([*first, *sorted(found.keys() - set(first))], treatment)
 
 
-def thinned(rows: Sequence[Any], most: int) -> Sequence[Any]:
+def thinned(rows: Sequence[Drawn], most: int) -> Sequence[Drawn]:
     """Every k-th row, with the smallest k that leaves at most ``most``."""
     return rows[:: -(-len(rows) // most)] if rows else rows
 
 
-def phase_colours(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def phase_colours(summary: Summary) -> Iterable[tuple[str, str]]:
     """Phase and colour of the timeline, in order, for a legend outside the chart."""
     yield START, PHASE_COLOURS[START]
     yield WARMUP, PHASE_COLOURS[WARMUP]
-    for i, name in enumerate(summary["passes"]):
+    for i, name in enumerate(summary.passes):
         yield name, PASS_COLOURS[i % len(PASS_COLOURS)]
     yield STOP, PHASE_COLOURS[STOP]
 
@@ -96,31 +98,35 @@ def _slug(*words: str) -> str:
     return text[:_LONGEST_NAME].strip("-") or "chart"
 
 
-def _n_recorded(reconciliation: Mapping[str, Any], field: str, value: str) -> int:
+def _recorded(
+    reconciliation: ReconcileFile, *, session: str | None = None, pass_name: str | None = None
+) -> int:
     """Rows of one session or pass where the file lists only some of them; 0 where it has all."""
-    if reconciliation["every"] == 1:
+    if reconciliation.every == 1:
         return 0
-    return sum(part["recorded"] for part in reconciliation["by_pass"] if part[field] == value)
+    return sum(
+        part.recorded
+        for part in reconciliation.by_pass
+        if session in (None, part.session) and pass_name in (None, part.pass_name)
+    )
 
 
 def _ttft(
-    summary: Mapping[str, Any], reconciliation: Mapping[str, Any], legend: bool, most: int
+    summary: Summary, reconciliation: ReconcileFile, legend: bool, most: int
 ) -> Iterator[Figure]:
     arms = arms_of(summary)
-    measured = [r for r in reconciliation["requests"] if r["phase"] == "measure"]
-    times = [r["ttft_ms"] for r in measured if r["complete"] and r["ttft_ms"]]
+    measured = [request for request in reconciliation.requests if request.phase == "measure"]
+    times = [request.ttft_ms for request in measured if request.complete and request.ttft_ms]
     if not times:
         return
     # One axis for all passes, or a small pass looks like a large one.
     domain = [min(times) / 1.15, max(times) * 1.15]
-    for name in summary["passes"]:
-        rows = [r for r in measured if r["pass"] == name]
-        first: dict[str, int] = {}
-        for row in rows:
-            first[row["session"]] = min(first.get(row["session"], row["seq"]), row["seq"])
-        shown = thinned(rows, max(1, most // len(summary["passes"])))
-        n_all = _n_recorded(reconciliation, "pass", name) or len(rows)
-        values = [_ttft_value(row, first[row["session"]], domain[0]) for row in shown]
+    for name in summary.passes:
+        requests = [request for request in measured if request.pass_name == name]
+        first = _first_seqs(requests)
+        shown = thinned(requests, max(1, most // len(summary.passes)))
+        n_all = _recorded(reconciliation, pass_name=name) or len(requests)
+        values = [_ttft_value(each, first[each.session], domain[0]) for each in shown]
         yield Figure(
             _slug("ttft", name), "ttft", name,
             f"TTFT of {len(shown)} requests of {name}, in the order they were sent, by arm; the "
@@ -129,139 +135,169 @@ def _ttft(
         )  # fmt: skip
 
 
-def _ttft_value(row: Mapping[str, Any], first_seq: int, foot_ms: float) -> dict[str, Any]:
+def _first_seqs(requests: Iterable[RequestEntry]) -> dict[str, int]:
+    """By session, the position of the first of its ``requests``."""
+    first: dict[str, int] = {}
+    for request in requests:
+        seq = request.seq or 0
+        first[request.session] = min(first.get(request.session, seq), seq)
+    return first
+
+
+def _ttft_value(request: RequestEntry, first_seq: int, foot_ms: float) -> dict[str, Any]:
     """One mark. A failed request has no time: it is drawn at the foot of the chart, as a cross."""
-    is_good = bool(row["complete"] and row["ttft_ms"])
+    is_good = bool(request.complete and request.ttft_ms)
     return {
-        "n": row["seq"] - first_seq + 1,
-        "ttft": row["ttft_ms"] if is_good else foot_ms,
+        "n": (request.seq or 0) - first_seq + 1,
+        "ttft": request.ttft_ms if is_good else foot_ms,
         "failed": not is_good,
-        "arm": row["config"],
-        **_tooltip(row),
+        "arm": request.config,
+        **_tooltip(request),
     }
 
 
-def _tooltip(row: Mapping[str, Any]) -> dict[str, str]:
+def _tooltip(request: RequestEntry) -> dict[str, str]:
+    loaded_bytes = request.loaded_bytes
     return {
-        "session": str(row["session"]),
-        "doc": str(row["doc"]),
-        "time": "none" if row["ttft_ms"] is None else f"{row['ttft_ms']:,.1f} ms",
-        "split": _split(row["measured"]),
-        "predicted": _predicted(row),
-        "bytes": "not measured" if row["loaded_bytes"] is None else f"{row['loaded_bytes']:,}",
-        "error": row["error"] or row["unattributed"] or "none",
+        "session": request.session,
+        "doc": str(request.doc),
+        "time": "none" if request.ttft_ms is None else f"{request.ttft_ms:,.1f} ms",
+        "split": _split(request.measured),
+        "predicted": _predicted(request),
+        "bytes": "not measured" if loaded_bytes is None else f"{loaded_bytes:,}",
+        "error": request.error or request.unattributed or "none",
     }
 
 
-def _predicted(row: Mapping[str, Any]) -> str:
-    if row["why_not_predicted"]:
-        return f"no exact prediction: {row['why_not_predicted']}"
-    return _split(row["predicted"])
+def _predicted(request: RequestEntry) -> str:
+    if request.why_not_predicted:
+        return f"no exact prediction: {request.why_not_predicted}"
+    return _split(request.predicted)
 
 
-def _split(tokens: Mapping[str, Any] | None) -> str:
-    if tokens is None or tokens["computed"] is None:
+def _split(tokens: Split | None) -> str:
+    if tokens is None or tokens.computed is None:
         return "unknown"
-    return ", ".join(f"{tokens[source.field]:,} {source.word}" for source in SOURCES)
+    return ", ".join(
+        f"{n_tokens:,} {source.word}"
+        for source, n_tokens in zip(SOURCES, _tokens_of(tokens), strict=True)
+    )
 
 
-def _paired(summary: Mapping[str, Any], most: int) -> Iterator[Figure]:
-    pairs = {
-        name: content["paired_ratio"]
-        for name, content in summary["passes"].items()
-        if content["paired_ratio"] and content["paired_ratio"]["documents"]
+def _paired(summary: Summary, most: int) -> Iterator[Figure]:
+    listed = {
+        name: (pairs, pairs.documents)
+        for name, content in summary.passes.items()
+        if (pairs := content.paired_ratio) and pairs.documents
     }
-    ends = [d[end] for p in pairs.values() for d in p["documents"] for end in ("low", "high")]
+    ends = [end for _, documents in listed.values() for d in documents for end in (d.low, d.high)]
     if not ends:
         return
     domain = [min([*ends, 1.0]) / 1.1, max([*ends, 1.0]) * 1.1]
-    for name, pair in pairs.items():
+    base, treatment = summary.compared
+    decision = summary.decision
+    for name, (pairs, documents) in listed.items():
         threshold = None
-        if name == summary["decision"]["pass"] and summary["decision"]["evidence"]:
-            threshold = summary["decision"]["evidence"]["threshold"]
-        shown = thinned(pair["documents"], max(1, most // len(pairs)))
+        if name == decision.pass_name and decision.evidence:
+            threshold = decision.evidence.threshold
+        shown = thinned(documents, max(1, most // len(listed)))
         yield Figure(
             _slug("paired", name), "paired", name,
             f"Paired TTFT ratio of {len(shown)} documents in {name}: median and range over "
-            f"{len(pair['blocks'])} blocks. All documents: {pair['ratio']:.2f}.",
+            f"{len(pairs.blocks)} blocks. All documents: {pairs.ratio:.2f}.",
             paired_spec(
-                shown, quotient=" ÷ ".join(summary["compared"]), domain=domain, threshold=threshold
+                [document.as_json() for document in shown],
+                quotient=f"{base} ÷ {treatment}", domain=domain, threshold=threshold,
             ),
-            len(shown), len(pair["documents"]),
+            len(shown), len(documents),
         )  # fmt: skip
 
 
 def _sources(
-    summary: Mapping[str, Any], reconciliation: Mapping[str, Any], legend: bool, most: int
+    summary: Summary, reconciliation: ReconcileFile, legend: bool, most: int
 ) -> Iterator[Figure]:
-    for session in summary["sessions"]:
-        rows = [
-            r
-            for r in reconciliation["requests"]
-            if r["session"] == session["session"]
-            and r["measured"] is not None
-            and r["measured"]["computed"] is not None
+    for name in (session.session for session in summary.sessions):
+        requests = [
+            request
+            for request in reconciliation.requests
+            if request.session == name
+            and request.measured
+            and request.measured.computed is not None
         ]
-        if not rows:
+        if not requests:
             continue
-        shown = thinned(rows, max(1, most // len(summary["sessions"])))
-        is_predicted = any(row["predicted"] and not row["why_not_predicted"] for row in rows)
+        shown = thinned(requests, max(1, most // len(summary.sessions)))
+        is_predicted = any(each.predicted and not each.why_not_predicted for each in requests)
         below = (
             "predicted below it. Equal shapes mean no residual."
             if is_predicted
             else "nothing below it, because there is no exact prediction."
         )
         yield Figure(
-            _slug("sources", session["session"]), "sources", session["session"],
-            f"Prompt tokens of {len(shown)} requests of session {session['session']} by source: "
+            _slug("sources", name), "sources", name,
+            f"Prompt tokens of {len(shown)} requests of session {name} by source: "
             f"measured above the line, {below}",
-            sources_spec(_bars(shown), seqs=[row["seq"] for row in shown], legend=legend),
-            len(shown),
-            _n_recorded(reconciliation, "session", session["session"]) or len(rows),
+            sources_spec(
+                list(_bars(shown)), seqs=[each.seq or 0 for each in shown], legend=legend
+            ),
+            len(shown), _recorded(reconciliation, session=name) or len(requests),
         )  # fmt: skip
 
 
-def _bars(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _bars(requests: Iterable[RequestEntry]) -> Iterator[dict[str, Any]]:
     """One bar for each source that gave tokens, measured and predicted."""
-    return [
-        {
-            "seq": row["seq"],
-            "where": f"{row['pass']}, document {row['doc']}",
-            "source": source.word,
-            "kind": kind,
-            "tokens": row[kind][source.field],
-            "signed": row[kind][source.field] * (1 if kind == "measured" else -1),
-        }
-        for row in rows
-        for kind in ("measured", "predicted")
-        if row[kind] is not None
-        for source in SOURCES
-        if row[kind][source.field]
-    ]
+    for request in requests:
+        for kind, split, sign in (
+            ("measured", request.measured, 1),
+            ("predicted", request.predicted, -1),
+        ):
+            for source, tokens in _by_source(split):
+                yield {
+                    "seq": request.seq,
+                    "where": f"{request.pass_name}, document {request.doc}",
+                    "source": source,
+                    "kind": kind,
+                    "tokens": tokens,
+                    "signed": sign * tokens,
+                }
 
 
-def _cliff(summary: Mapping[str, Any], legend: bool) -> Iterator[Figure]:
-    curve = summary["cliff"]
-    if not curve or not curve["points"]:
+def _by_source(split: Split | None) -> Iterator[tuple[str, int]]:
+    """The sources that gave tokens, in their words."""
+    if split is None:
+        return
+    for source, n_tokens in zip(SOURCES, _tokens_of(split), strict=True):
+        if n_tokens:
+            yield source.word, n_tokens
+
+
+def _tokens_of(split: Split) -> tuple[int | None, int | None, int | None]:
+    """The tokens of each of ``SOURCES``."""
+    return split.computed, split.gpu_hit, split.host_loaded
+
+
+def _cliff(summary: Summary, legend: bool) -> Iterator[Figure]:
+    curve = summary.cliff
+    if not curve or not curve.points:
         return
     yield Figure(
-        "cliff", "cliff", curve["pass"],
-        f"Predicted share of {curve['pass']} that is computed against the size of the GPU tier, "
-        f"with the measured points. This plan has {curve['gpu_tokens']:,} tokens of GPU tier for a "
-        f"working set of {curve['working_set_tokens']:,}.",
+        "cliff", "cliff", curve.pass_name,
+        f"Predicted share of {curve.pass_name} that is computed against the size of the GPU tier, "
+        f"with the measured points. This plan has {curve.gpu_tokens:,} tokens of GPU tier for a "
+        f"working set of {curve.working_set_tokens:,}.",
         cliff_spec(curve, arms=arms_of(summary), legend=legend),
     )  # fmt: skip
 
 
-def _timeline(summary: Mapping[str, Any], legend: bool) -> Iterator[Figure]:
+def _timeline(summary: Summary, legend: bool) -> Iterator[Figure]:
     spans = [
-        {"session": session["session"], **span}
-        for session in summary["sessions"]
-        for span in session["spans"]
+        {"session": session.session, **span.as_json()}
+        for session in summary.sessions
+        for span in session.spans
     ]
     if not spans:
         return
-    n_sessions = len(summary["sessions"])
+    n_sessions = len(summary.sessions)
     colours = dict(phase_colours(summary))
     yield Figure(
         "timeline", "timeline", "sessions",

@@ -15,6 +15,7 @@ from typing import Any
 import vl_convert
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
+from pydantic import BaseModel
 
 from harness.charting import VEGA_LITE, on_paper, save
 from harness.errors import InputError
@@ -27,7 +28,7 @@ from harness.report.charts import (
     phase_colours,
     thinned,
 )
-from harness.verdict.schema import read_published
+from harness.verdict.schema import ReconcileFile, Summary, read_published
 from harness.vocabulary import FAILED, PAGE, REQUEST_SOURCES, SOURCE_WORDS, SOURCES
 from sim.geometry import GIB
 
@@ -57,8 +58,8 @@ def write_report(
 
 
 def _write_charts(
-    summary: Mapping[str, Any],
-    reconciliation: Mapping[str, Any],
+    summary: Summary,
+    reconciliation: ReconcileFile,
     out: Path,
     *,
     png: bool,
@@ -75,7 +76,7 @@ def _write_charts(
     return written
 
 
-def render_html(summary: Mapping[str, Any], reconciliation: Mapping[str, Any]) -> str:
+def render_html(summary: Summary, reconciliation: ReconcileFile) -> str:
     """The whole page. Everything that came from a file is escaped; no address is ever fetched.
 
     Fewer marks and rows where long names would make it too large, so that it stays below 6 MB;
@@ -90,11 +91,10 @@ def render_html(summary: Mapping[str, Any], reconciliation: Mapping[str, Any]) -
     )
 
 
-def _render(summary: Mapping[str, Any], reconciliation: Mapping[str, Any], share: int) -> str:
+def _render(summary: Summary, reconciliation: ReconcileFile, share: int) -> str:
     """The page with one ``share``-th of the marks and rows it may have."""
     found = figures(summary, reconciliation, most=MOST_MARKS // share)
-    requests = reconciliation["requests"]
-    shown = thinned(requests, _MOST_REQUESTS // share)
+    shown = thinned(reconciliation.requests, _MOST_REQUESTS // share)
     return _template("report.html").render(
         s=summary,
         r=reconciliation,
@@ -109,6 +109,7 @@ def _render(summary: Mapping[str, Any], reconciliation: Mapping[str, Any], share
         source_words=SOURCE_WORDS,
         source_parts=REQUEST_SOURCES,
         fact=_fact,
+        rule=summary.decision.rule.model_dump(by_alias=True),
         css=Markup(_page_colours() + _asset("report.css")),  # ours, not data
         script=Markup(_asset("report.js")),
         vega=Markup(_vega()),
@@ -116,7 +117,7 @@ def _render(summary: Mapping[str, Any], reconciliation: Mapping[str, Any], share
     )
 
 
-def render_markdown(summary: Mapping[str, Any], reconciliation: Mapping[str, Any]) -> str:
+def render_markdown(summary: Summary, reconciliation: ReconcileFile) -> str:
     """A summary for a pull request: verdict, passes, checks, what is not established."""
     return _template("report.md").render(
         s=summary, r=reconciliation, ms=_ms, ratio=_ratio, count=_count, md=_markdown_text
@@ -221,11 +222,20 @@ def _span(files: Mapping[str, Any]) -> Callable[..., Markup]:
 
 def _step(value: Any, step: Any) -> Any:
     """One step of a pointer; what is absent is None."""
+    if isinstance(value, BaseModel):
+        name = _names(type(value)).get(step)
+        return None if name is None else getattr(value, name)
     if isinstance(value, Mapping):
         return value.get(step)
     if isinstance(value, list) and isinstance(step, int) and step < len(value):
         return value[step]
     return None
+
+
+@cache
+def _names(shape: type[BaseModel]) -> dict[str, str]:
+    """The attribute that holds each key of the file."""
+    return {field.alias or name: name for name, field in shape.model_fields.items()}
 
 
 def _ms(value: float | None) -> str:

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -15,6 +14,7 @@ from harness.plan.files import read_plan
 from harness.record.folder import PLAN_FILE, PREDICTION_FILE, RunFolder
 from harness.record.journal import walk_predictions
 from harness.record.row import Row
+from harness.verdict.measured import Statistics
 from harness.verdict.stats import summarize
 
 FRESH_S = 1.0  # between two looks; a request takes longer than that on any real model
@@ -22,13 +22,13 @@ FRESH_S = 1.0  # between two looks; a request takes longer than that on any real
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One look at a run: ``summary`` as ``summary.json`` has it, requests per session, last row.
+    """A run as it is now: its statistics as ``summary.json`` has them, and its last row.
 
     ``sessions``: name, recorded, planned, in plan order. ``is_running``: a writer holds the run.
     """
 
     run: str
-    summary: dict[str, Any]
+    statistics: Statistics
     sessions: tuple[tuple[str, int, int], ...]
     last: Row | None
     is_running: bool
@@ -93,7 +93,7 @@ class Watcher:
         self._tails: dict[Path, Tail] = {}
         self._rows: dict[Path, list[Row]] = {}
 
-    def look(self) -> View:
+    def view(self) -> View:
         """The run as it is now."""
         is_running = self._folder.is_being_measured()  # before reading: the end is not missed
         self._read()
@@ -101,7 +101,7 @@ class Watcher:
         recorded = Counter(row.session for row in rows)
         return View(
             run=self._folder.name,
-            summary=summarize(
+            statistics=summarize(
                 rows,
                 run=self._folder.name,
                 plan_id=self._plan_id,
@@ -135,7 +135,7 @@ def watch(
     """Call ``show`` with every new view until the run is complete or nobody measures it."""
     watcher = Watcher(run)
     while True:
-        view = watcher.look()
+        view = watcher.view()
         show(view)
         if view.is_complete or not view.is_running:
             return view

@@ -6,13 +6,13 @@ Three verdicts. ``not decided`` always says why, and no number is made from an e
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from harness.plan.labels import CONTROL, treatments
 from harness.plan.rule import DecisionSection
-from harness.verdict.cost import cost, not_established
-
-Verdict = Literal["supported", "not supported", "not decided"]
+from harness.verdict.cost import cost_of, not_established
+from harness.verdict.measured import ArmCell, Pass, Statistics
+from harness.verdict.schema import Decision, DecisionEvidence, Reason, Verdict
 
 # With two blocks, the low end must clear the run's own noise squared: whatever the noise between
 # sessions is (normal to t with 1.5 degrees of freedom, 200,000 draws each), two equal arms then
@@ -48,47 +48,44 @@ class Checks:
 
 def decide(
     rule: DecisionSection,
-    summary: Mapping[str, Any],
+    statistics: Statistics,
     *,
     checks: Checks | None,
     sizes: Sizes | None,
     is_from_plan: bool,
     environment: Mapping[str, Any],
-) -> dict[str, Any]:
-    """``decision`` of ``summary.json``: verdict, reasons, evidence, cost, what is not established.
+) -> Decision:
+    """Verdict, reasons, evidence, cost, and what is not established.
 
     ``checks`` and ``sizes`` are None for imported rows: no plan, no prediction, hence no verdict.
     ``is_from_plan``: the plan states the rule; otherwise it is kvcliff's default.
     """
-    passes = sizes.passes if sizes else tuple(summary["passes"])
+    passes = sizes.passes if sizes else tuple(statistics.passes)
     name = rule.pass_name or (passes[1] if len(passes) > 1 else passes[0] if passes else "")
-    evidence = _evidence(rule, summary, name)
-    reasons = [
-        {"code": code, "message": message}
-        for code, message in _obstacles(rule, summary, name, evidence, checks, sizes)
-    ]
+    evidence = _evidence(rule, statistics, name)
+    reasons = list(_obstacles(rule, statistics, name, evidence, checks, sizes))
     verdict: Verdict = "not decided"
-    because = "; ".join(reason["message"] for reason in reasons)
+    because = "; ".join(reason.message for reason in reasons)
     if not reasons and evidence is not None:
         verdict, code, because = _verdict(rule, evidence)
         if verdict == "not decided":
-            reasons = [{"code": code, "message": because}]
-    return {
-        "claim": _claim(rule, summary, name),
-        "pass": name,
-        "rule": rule.model_dump(by_alias=True),
-        "rule_source": "plan.toml, before the run" if is_from_plan else "kvcliff's default rule",
-        "verdict": verdict,
-        "because": because,
-        "reasons": reasons,
-        "evidence": evidence,
-        "cost": cost(summary, name, host_gib=sizes.host_gib if sizes else None),
-        "not_established": list(not_established(summary, evidence, sizes, environment)),
-    }
+            reasons = [Reason(code=code, message=because)]
+    return Decision(
+        claim=_claim(rule, statistics, name),
+        pass_name=name,
+        rule=rule,
+        rule_source="plan.toml, before the run" if is_from_plan else "kvcliff's default rule",
+        verdict=verdict,
+        because=because,
+        reasons=reasons,
+        evidence=evidence,
+        cost=cost_of(statistics, name, host_gib=sizes.host_gib if sizes else None),
+        not_established=list(not_established(statistics, evidence, sizes, environment)),
+    )
 
 
-def _claim(rule: DecisionSection, summary: Mapping[str, Any], name: str) -> str:
-    base, treatment = summary["compared"]
+def _claim(rule: DecisionSection, statistics: Statistics, name: str) -> str:
+    base, treatment = statistics.compared
     if treatment is None:
         return f"Nothing is compared with {base}"
     return (
@@ -97,43 +94,43 @@ def _claim(rule: DecisionSection, summary: Mapping[str, Any], name: str) -> str:
     )
 
 
-def _evidence(
-    rule: DecisionSection, summary: Mapping[str, Any], name: str
-) -> dict[str, Any] | None:
+def _evidence(rule: DecisionSection, statistics: Statistics, name: str) -> DecisionEvidence | None:
     """Ratio, interval, noise and the threshold the low end has to reach; None without a pair."""
-    content = summary["passes"].get(name)
-    pairs = content["paired_ratio"] if content else None
+    content = statistics.passes.get(name)
+    pairs = content.paired_ratio if content else None
     if content is None or pairs is None:
         return None
     spreads = [
-        content["arms"][arm]["session_medians"].get("spread_ratio")
-        for arm in summary["compared"]
-        if arm in content["arms"]
+        content.arms[arm].session_medians.spread_ratio
+        for arm in statistics.compared
+        if arm in content.arms
     ]
-    known = [spread for spread in spreads if spread is not None]
-    noise = max(known, default=None)
-    is_range = pairs["interval_kind"] == "range"
+    noise = max((spread for spread in spreads if spread is not None), default=None)
     threshold = rule.min_ratio
-    if is_range and noise is not None:
+    if pairs.interval_kind == "range" and noise is not None:
         threshold *= noise**NOISE_POWER
-    return {
-        **{key: pairs[key] for key in ("ratio", "low", "high", "interval", "interval_kind")},
-        "n_blocks": len(pairs["blocks"]),
-        "n_documents": pairs["n_documents"],
-        "n_pairs": sum(block["n"] for block in pairs["blocks"]),
-        "noise": noise,
-        "threshold": threshold,
-    }
+    return DecisionEvidence(
+        ratio=pairs.ratio,
+        low=pairs.low,
+        high=pairs.high,
+        interval=pairs.interval,
+        interval_kind=pairs.interval_kind,
+        n_blocks=len(pairs.blocks),
+        n_documents=pairs.n_documents,
+        n_pairs=sum(block.n for block in pairs.blocks),
+        noise=noise,
+        threshold=threshold,
+    )
 
 
-def _verdict(rule: DecisionSection, evidence: Mapping[str, Any]) -> tuple[Verdict, str, str]:
-    low, high, threshold = evidence["low"], evidence["high"], evidence["threshold"]
+def _verdict(rule: DecisionSection, evidence: DecisionEvidence) -> tuple[Verdict, str, str]:
+    low, high, threshold = evidence.low, evidence.high, evidence.threshold
     of_noise = (
-        f" ({rule.min_ratio:g} × the run's own noise {evidence['noise']:.3f}²)"
+        f" ({rule.min_ratio:g} × the run's own noise {evidence.noise:.3f}²)"
         if threshold != rule.min_ratio
         else ""
     )
-    spread = f"{low:.3f} to {high:.3f} is the {evidence['interval']}"
+    spread = f"{low:.3f} to {high:.3f} is the {evidence.interval}"
     if low >= threshold:
         return (
             "supported",
@@ -158,169 +155,178 @@ def _verdict(rule: DecisionSection, evidence: Mapping[str, Any]) -> tuple[Verdic
 
 def _obstacles(
     rule: DecisionSection,
-    summary: Mapping[str, Any],
+    statistics: Statistics,
     name: str,
-    evidence: Mapping[str, Any] | None,
+    evidence: DecisionEvidence | None,
     checks: Checks | None,
     sizes: Sizes | None,
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Reason]:
     """Why nothing may be decided, whatever the ratio is."""
-    yield from _nothing_compared(summary)
-    yield from _empty_cells(summary, name)
+    yield from _nothing_compared(statistics)
+    yield from _empty_cells(statistics, name)
     yield from _failed_checks(checks)
     if sizes is not None and sizes.host_gib is not None:
         yield from _impossible(sizes)
     if evidence is not None:
         yield from _thin_evidence(rule, evidence, sizes)
-    yield from _control(rule, summary, sizes)
+    yield from _control(rule, statistics, sizes)
 
 
-def _nothing_compared(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    base, treatment = summary["compared"]
+def _nothing_compared(statistics: Statistics) -> Iterator[Reason]:
+    base, treatment = statistics.compared
     if treatment is not None:
         return
-    others = treatments(session["config"] for session in summary["sessions"])
+    others = treatments(session.arm for session in statistics.sessions)
     if others:
-        yield (
-            "several-treatments",
-            f"{', '.join(others)} were measured next to {base}: which of them is compared is not "
-            "said, and none is called lmcache",
+        yield Reason(
+            code="several-treatments",
+            message=f"{', '.join(others)} were measured next to {base}: which of them is compared "
+            "is not said, and none is called lmcache",
         )
     else:
-        yield "missing-arm", f"no arm was measured that could be compared with {base}"
+        yield Reason(
+            code="missing-arm", message=f"no arm was measured that could be compared with {base}"
+        )
 
 
-def _empty_cells(summary: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
-    content = summary["passes"].get(name)
+def _empty_cells(statistics: Statistics, name: str) -> Iterator[Reason]:
+    content = statistics.passes.get(name)
     if content is None:
-        yield "missing-pass", f"no request of the pass {name!r} was measured"
+        yield Reason(code="missing-pass", message=f"no request of the pass {name!r} was measured")
         return
-    arms = [arm for arm in summary["compared"] if arm is not None]
+    arms = [arm for arm in statistics.compared if arm is not None]
     for arm in arms:
-        cell = content["arms"].get(arm)
-        if cell is None or cell["n"] == 0:
-            failed = f": all {cell['failed']} failed" if cell else ""
-            yield "missing-arm", f"{arm} has no complete request in {name}{failed}"
-    if content["paired_ratio"] is None and len(arms) > 1:
-        yield "no-pairs", f"no document is complete in both arms in {name}"
+        cell = content.arms.get(arm)
+        if cell is None or cell.n == 0:
+            failed = f": all {cell.failed} failed" if cell else ""
+            yield Reason(
+                code="missing-arm", message=f"{arm} has no complete request in {name}{failed}"
+            )
+    if content.paired_ratio is None and len(arms) > 1:
+        yield Reason(code="no-pairs", message=f"no document is complete in both arms in {name}")
 
 
 _CONTAMINATED = ("unattributed-requests", "cold-hits", "baseline-used-host")
 
 
-def _failed_checks(checks: Checks | None) -> Iterator[tuple[str, str]]:
+def _failed_checks(checks: Checks | None) -> Iterator[Reason]:
     if checks is None:
-        yield "no-prediction", "there is no plan and no prediction to check these rows against"
+        yield Reason(
+            code="no-prediction",
+            message="there is no plan and no prediction to check these rows against",
+        )
         return
     if checks.reconciled < checks.planned or checks.planned == 0:
-        yield (
-            "unreconciled",
-            f"{checks.planned - checks.reconciled} of {checks.planned} planned requests are not "
-            "reconciled",
+        yield Reason(
+            code="unreconciled",
+            message=f"{checks.planned - checks.reconciled} of {checks.planned} planned requests "
+            "are not reconciled",
         )
     for code, message in checks.errors:
         if code in _CONTAMINATED:
-            yield "contaminated", f"{code}: {message}"
+            yield Reason(code="contaminated", message=f"{code}: {message}")
         else:
-            yield code, message
+            yield Reason(code=code, message=message)
 
 
-def _impossible(sizes: Sizes) -> Iterator[tuple[str, str]]:
+def _impossible(sizes: Sizes) -> Iterator[Reason]:
     if sizes.working_set_tokens <= sizes.gpu_tokens:
-        yield (
-            "fits-in-gpu",
-            f"the working set of {sizes.working_set_tokens:,} tokens fits the GPU tier of "
+        yield Reason(
+            code="fits-in-gpu",
+            message=f"the working set of {sizes.working_set_tokens:,} tokens fits the GPU tier of "
             f"{sizes.gpu_tokens:,}: the host tier has nothing to do",
         )
     if sizes.host_tokens is not None and sizes.host_tokens <= sizes.gpu_tokens:
-        yield (
-            "host-too-small",
-            f"the host tier of {sizes.host_tokens:,} tokens is no larger than the GPU tier of "
-            f"{sizes.gpu_tokens:,}: what it keeps the GPU keeps too",
+        yield Reason(
+            code="host-too-small",
+            message=f"the host tier of {sizes.host_tokens:,} tokens is no larger than the GPU tier "
+            f"of {sizes.gpu_tokens:,}: what it keeps the GPU keeps too",
         )
 
 
 def _thin_evidence(
-    rule: DecisionSection, evidence: Mapping[str, Any], sizes: Sizes | None
-) -> Iterator[tuple[str, str]]:
-    if evidence["n_blocks"] < rule.min_blocks:
-        yield (
-            "too-few-sessions",
-            f"{evidence['n_blocks']} A B block of fresh servers, the rule needs {rule.min_blocks}",
+    rule: DecisionSection, evidence: DecisionEvidence, sizes: Sizes | None
+) -> Iterator[Reason]:
+    if evidence.n_blocks < rule.min_blocks:
+        yield Reason(
+            code="too-few-sessions",
+            message=f"{evidence.n_blocks} A B block of fresh servers, the rule needs "
+            f"{rule.min_blocks}",
         )
-    if sizes is not None and evidence["n_pairs"] < sizes.documents * evidence["n_blocks"]:
-        yield (
-            "incomplete-pairs",
-            f"{evidence['n_pairs']} of {sizes.documents * evidence['n_blocks']} document pairs are "
-            "complete",
+    if sizes is not None and evidence.n_pairs < sizes.documents * evidence.n_blocks:
+        yield Reason(
+            code="incomplete-pairs",
+            message=f"{evidence.n_pairs} of {sizes.documents * evidence.n_blocks} document pairs "
+            "are complete",
         )
-    noise = evidence["noise"]
+    noise = evidence.noise
     if noise is None or noise > rule.max_order_effect:
         by = "an unknown factor" if noise is None else f"a factor {noise:.2f}"
-        yield (
-            "order-effect",
-            f"sessions of the same arm differ by {by}, the rule allows {rule.max_order_effect:g}",
+        yield Reason(
+            code="order-effect",
+            message=f"sessions of the same arm differ by {by}, the rule allows "
+            f"{rule.max_order_effect:g}",
         )
 
 
 def _control(
-    rule: DecisionSection, summary: Mapping[str, Any], sizes: Sizes | None
-) -> Iterator[tuple[str, str]]:
+    rule: DecisionSection, statistics: Statistics, sizes: Sizes | None
+) -> Iterator[Reason]:
     """The control must load nothing, and compute the first pass as fast as the arms do.
 
     A control that the plan has and that did not come to its end shows neither.
     """
     if sizes is not None and sizes.has_control:
-        yield from _failed_control(summary, sizes)
+        yield from _failed_control(statistics, sizes)
     loaded = sum(
-        content["arms"][CONTROL]["tokens"]["host_loaded"]
-        for content in summary["passes"].values()
-        if CONTROL in content["arms"]
+        content.arms[CONTROL].tokens.host_loaded
+        for content in statistics.passes.values()
+        if CONTROL in content.arms
     )
     if loaded:
-        yield (
-            "control-moved",
-            f"the control loaded {loaded:,} tokens from the host: a tier acted where none is due",
+        yield Reason(
+            code="control-moved",
+            message=f"the control loaded {loaded:,} tokens from the host: a tier acted where none "
+            "is due",
         )
-    cold = summary["passes"].get(sizes.passes[0]) if sizes else None
-    drift = _control_drift(cold, summary["compared"]) if cold else None
+    cold = statistics.passes.get(sizes.passes[0]) if sizes else None
+    drift = _control_drift(cold, statistics.compared) if cold else None
     if drift is not None and not 1 / rule.max_control_drift <= drift <= rule.max_control_drift:
-        yield (
-            "control-moved",
-            f"the control's first pass took {drift:.2f} times the arms'; the rule allows "
+        yield Reason(
+            code="control-moved",
+            message=f"the control's first pass took {drift:.2f} times the arms'; the rule allows "
             f"{rule.max_control_drift:g}: the machine was not the same",
         )
 
 
-def _failed_control(summary: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, str]]:
+def _failed_control(statistics: Statistics, sizes: Sizes) -> Iterator[Reason]:
     """The first pass in which the control has no complete request."""
     for name in sizes.passes:
-        cell = summary["passes"].get(name, {}).get("arms", {}).get(CONTROL)
-        if cell is None or cell["n"] == 0:
-            failed = f": all {cell['failed']} failed" if cell and cell["failed"] else ""
-            yield (
-                "missing-control",
-                f"the plan's control has no complete request in {name}{failed}; without it nothing "
-                "shows that the machine was the same and the effect is the treatment's",
+        cell = statistics.arms_in(name).get(CONTROL)
+        if cell is None or cell.n == 0:
+            failed = f": all {cell.failed} failed" if cell and cell.failed else ""
+            yield Reason(
+                code="missing-control",
+                message=f"the plan's control has no complete request in {name}{failed}; without it "
+                "nothing shows that the machine was the same and the effect is the treatment's",
             )
             return
 
 
-def _control_drift(cold: Mapping[str, Any], compared: Sequence[str | None]) -> float | None:
+def _control_drift(cold: Pass, compared: Sequence[str | None]) -> float | None:
     """Control ÷ the arms, of the medians of the session medians; None when one has none."""
-    arms = cold["arms"]
-    control = _session_medians(arms, (CONTROL,))
-    others = _session_medians(arms, compared)
+    control = _session_medians(cold.arms, (CONTROL,))
+    others = _session_medians(cold.arms, compared)
     if not control or not others or median(others) <= 0:
         return None
     return median(control) / median(others)
 
 
-def _session_medians(arms: Mapping[str, Any], names: Sequence[str | None]) -> list[float]:
+def _session_medians(arms: Mapping[str, ArmCell], names: Sequence[str | None]) -> list[float]:
     return [
-        cell["p50_ms"]
+        cell.p50_ms
         for name in names
         if name is not None and name in arms
-        for cell in arms[name]["sessions"].values()
-        if cell["n"]
+        for cell in arms[name].sessions.values()
+        if cell.p50_ms is not None
     ]

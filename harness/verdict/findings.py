@@ -4,7 +4,7 @@ An ``error`` is a failed check: the run does not establish what it was made for 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.plan.labels import CONTROL
@@ -13,8 +13,6 @@ from harness.verdict.reconcile import Reconciliation
 from servers.gpu.samples import session_changes, used_uuids
 from servers.tiers.registry import SERVED
 from sim.workload import pass_name
-
-RECONCILE_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +60,6 @@ def findings_of(run: Reconciliation, account: Account) -> list[Finding]:
 def has_failed(findings: Iterable[Finding]) -> bool:
     """Whether any check failed."""
     return any(finding.severity == "error" for finding in findings)
-
-
-def reconcile_json(
-    run: Reconciliation, account: Account, findings: list[Finding], requests: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Content of ``reconcile.json``: what was planned, recorded, reconciled, found."""
-    return {
-        "schema": RECONCILE_SCHEMA,
-        "run": run.run,
-        "requests_planned": account.planned,
-        "requests_recorded": account.recorded,
-        "requests_reconciled": account.reconciled,
-        "findings": [asdict(finding) for finding in findings],
-        "requests": requests,
-    }
 
 
 def _missing(run: Reconciliation, account: Account) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,10 +18,17 @@ from harness.files import describe_invalid, load_json, numbered_lines, write_jso
 from harness.plan.rule import DecisionSection
 from harness.record.folder import file_digest
 from harness.verdict.decision import decide
-from harness.verdict.findings import RECONCILE_SCHEMA
-from harness.verdict.publish import MOST_LISTED
+from harness.verdict.measured import SCHEMA, JsonObject
+from harness.verdict.publish import MOST_LISTED, complete
+from harness.verdict.schema import (
+    PassResidual,
+    PublishedFinding,
+    ReconcileFile,
+    RequestEntry,
+    Split,
+    Summary,
+)
 from harness.verdict.stats import source_class, summarize
-from harness.verdict.takeaways import takeaways
 from sim.workload import WARMUP_PASS
 
 _DEFAULT_BLOCK = 16  # vLLM's default block size on CUDA; only tells full from partial GPU hits
@@ -107,7 +114,7 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
     digest = file_digest(source)
     plan_id = f"import-{digest[:8]}"
     folder = results / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{plan_id}"
-    environment: dict[str, Any] = {
+    environment: JsonObject = {
         "imported_from": source.name,
         "sha256": digest,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -135,31 +142,24 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
             "sessions": {},
         },
     )
-    write_json(folder / "reconcile.json", reconciliation)
-    write_json(folder / "summary.json", summary)
+    write_json(folder / "reconcile.json", reconciliation.as_json())
+    write_json(folder / "summary.json", summary.as_json())
     return folder
 
 
 def _summary(
-    run: str,
-    plan_id: str,
-    rows: Iterable[ImportedRow],
-    environment: dict[str, Any],
-    block_size: int,
-) -> dict[str, Any]:
-    summary = summarize(rows, run=run, plan_id=plan_id, block_size=block_size)
-    summary["decision"] = decide(
+    run: str, plan_id: str, rows: Iterable[ImportedRow], environment: JsonObject, block_size: int
+) -> Summary:
+    statistics = summarize(rows, run=run, plan_id=plan_id, block_size=block_size)
+    decision = decide(
         DecisionSection(),
-        summary,
+        statistics,
         checks=None,
         sizes=None,
         is_from_plan=False,
         environment=environment,
     )
-    for session in summary["sessions"]:
-        session["server"] = {}
-    summary |= {"cliff": None, "plan": None, "environment": environment}
-    return {**summary, "takeaways": takeaways(summary)}
+    return complete(statistics, decision, cliff=None, plan=None, environment=environment)
 
 
 def _n_lines(source: Path) -> int:
@@ -178,7 +178,7 @@ class _Walk:
         self.every = every
         self.is_assumed = False
         self.groups: Counter[tuple[str, str]] = Counter()
-        self.entries: list[dict[str, Any]] = []
+        self.entries: list[RequestEntry] = []
         self._source = source
         self._block_size = block_size
         self._names = _Names({}, {}, {})
@@ -194,7 +194,7 @@ class _Walk:
                 continue
             row = self._row(line, f"{self._source}, line {number}")
             if n % self.every == 0:
-                self.entries.append(_request(row, self._block_size))
+                self.entries.append(_entry(row, self._block_size))
             n += 1
             self.groups[row.session, row.pass_name] += 1
             yield row
@@ -325,51 +325,65 @@ def _foreign(line: bytes, where: str) -> ForeignRow:
     return row
 
 
-def _reconciliation(run: str, walk: _Walk) -> dict[str, Any]:
+def _reconciliation(run: str, walk: _Walk) -> ReconcileFile:
     """``reconcile.json`` without a prediction: rows as they are, nothing reconciled."""
-    findings = []
-    if walk.is_assumed:
-        findings.append(
-            {
-                "code": "sessions-assumed",
-                "severity": "warning",
-                "message": "the rows name no session; the k-th row of a document was taken for "
-                "the k-th session of its arm",
-                "cause": "the file was not written by kvcliff",
-                "remedy": "add the field session to every row",
-            }
-        )
-    return {
-        "schema": RECONCILE_SCHEMA,
-        "run": run,
-        "requests_planned": 0,
-        "requests_recorded": walk.groups.total(),
-        "requests_reconciled": 0,
-        "not_predicted": [],
-        "every": walk.every,
-        "findings": findings,
-        "requests": walk.entries,
-        "by_pass": [
-            {
-                "session": session, "pass": pass_name, "requests": n, "recorded": n,
-                "reconciled": 0, "largest": None, "why_not_predicted": None,
-            }
+    assumed = PublishedFinding(
+        code="sessions-assumed",
+        severity="warning",
+        message="the rows name no session; the k-th row of a document was taken for the k-th "
+        "session of its arm",
+        cause="the file was not written by kvcliff",
+        remedy="add the field session to every row",
+    )
+    return ReconcileFile(
+        schema_version=SCHEMA,
+        run=run,
+        requests_planned=0,
+        requests_recorded=walk.groups.total(),
+        requests_reconciled=0,
+        findings=[assumed] if walk.is_assumed else [],
+        requests=walk.entries,
+        every=walk.every,
+        by_pass=[
+            PassResidual(
+                session=session,
+                pass_name=pass_name,
+                requests=n,
+                recorded=n,
+                reconciled=0,
+                largest=None,
+                why_not_predicted=None,
+            )
             for (session, pass_name), n in walk.groups.items()
         ],
-    }  # fmt: skip
+        not_predicted=[],
+    )
 
 
-def _request(row: ImportedRow, block_size: int) -> dict[str, Any]:
-    return {
-        "session": row.session, "pass": row.pass_name, "doc": row.doc, "complete": row.complete,
-        "measured": {
-            "computed": row.computed, "gpu_hit": row.gpu_hit, "host_loaded": row.host_loaded
-        },
-        "predicted": None, "why_not_predicted": None, "residual": None, "reconciled": False,
-        "config": row.config, "order": row.order, "seq": row.seq, "phase": row.phase,
-        "doc_tokens": row.doc_tokens, "prompt_tokens": row.prompt_tokens,
-        "ttft_ms": row.ttft_ms, "total_ms": row.total_ms, "settle_ms": row.settle_ms,
-        "loaded_bytes": row.loaded_bytes, "stored_tokens": row.stored_tokens,
-        "error": row.error, "unattributed": None if row.computed is not None else "not measured",
-        "source": source_class(row, block_size), "predicted_bytes": None,
-    }  # fmt: skip
+def _entry(row: ImportedRow, block_size: int) -> RequestEntry:
+    return RequestEntry(
+        session=row.session,
+        pass_name=row.pass_name,
+        doc=row.doc,
+        complete=row.complete,
+        measured=Split(computed=row.computed, gpu_hit=row.gpu_hit, host_loaded=row.host_loaded),
+        predicted=None,
+        residual=None,
+        why_not_predicted=None,
+        reconciled=False,
+        config=row.config,
+        order=row.order,
+        seq=row.seq,
+        phase=row.phase,
+        doc_tokens=row.doc_tokens,
+        prompt_tokens=row.prompt_tokens,
+        ttft_ms=row.ttft_ms,
+        total_ms=row.total_ms,
+        settle_ms=row.settle_ms,
+        loaded_bytes=row.loaded_bytes,
+        stored_tokens=row.stored_tokens,
+        error=row.error,
+        unattributed=None if row.computed is not None else "not measured",
+        source=source_class(row, block_size),
+        predicted_bytes=None,
+    )

@@ -10,13 +10,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from harness.errors import InputError
 from harness.plan.labels import BASELINE, CONTROL
 from harness.record.folder import RunFolder
 from harness.record.journal import read_journal
 from harness.record.row import Row
+from harness.verdict.latency_result import (
+    BreakEven,
+    Calibration,
+    CoefficientEntry,
+    Errors,
+    HeldOut,
+    Label,
+    LatencyCheck,
+    LoadSize,
+    SplitErrors,
+)
 from sim.latency.break_even import LoadOrRecompute, break_even_chunks, load_or_recompute
 from sim.latency.model import (
     INTERVAL_METHOD,
@@ -24,8 +34,8 @@ from sim.latency.model import (
     METHOD,
     Estimate,
     LatencyModel,
-    Measured,
-    Prediction,
+    MeasuredTtft,
+    PredictedTtft,
     Shape,
     fit,
 )
@@ -44,7 +54,7 @@ class Tested:
     """A held-out row: what was predicted before its time was looked at, and the time."""
 
     row: Row
-    prediction: Prediction
+    prediction: PredictedTtft
     measured_s: float
 
     @property
@@ -59,7 +69,7 @@ class Tested:
         return None if low is None or high is None else low <= self.measured_s <= high
 
 
-def check_folder(path: Path) -> dict[str, Any]:
+def check_folder(path: Path) -> LatencyCheck:
     """``check_rows`` of a run folder's journals; InputError when nothing in it can calibrate."""
     folder = RunFolder(path)
     journals = folder.journals()
@@ -72,14 +82,13 @@ def check_folder(path: Path) -> dict[str, Any]:
             f"{path}: its {len(journals)} journals hold no row",
             hint="put them back, or measure it: kvcliff run --resume",
         )
-    return {"run": folder.name, **check_rows(rows, where=str(path))}
+    return check_rows(rows, run=folder.name, where=str(path))
 
 
-def check_rows(rows: Iterable[Row], *, where: str) -> dict[str, Any]:
-    """The fit, its errors on held-out rows, and where loading beats computing: for JSON.
+def check_rows(rows: Iterable[Row], *, run: str, where: str) -> LatencyCheck:
+    """The fit, its errors on held-out rows, and where loading beats computing.
 
-    Held-out rows the calibration does not cover are in ``extrapolated`` with what was assumed, and
-    in no other figure. Raises InputError when no row can calibrate.
+    InputError, naming ``where`` they came from, when no row can calibrate.
     """
     usable, left_out = _usable(rows)
     calibration, held_out = split_rows(usable)
@@ -95,24 +104,25 @@ def check_rows(rows: Iterable[Row], *, where: str) -> dict[str, Any]:
     ]
     inside = [test for test in tested if test.prediction.label == "predicted"]
     outside = [test for test in tested if test.prediction.label == "extrapolated"]
-    return {
-        "schema": SCHEMA,
-        "method": METHOD,
-        "interval_method": INTERVAL_METHOD,
-        "interval_level": LEVEL,
-        "calibration_rule": CALIBRATION_RULE,
-        "calibration": _calibration(model, calibration),
-        "left_out": dict(left_out),
-        "coefficients": {c.name: asdict(c) for c in model.coefficients},
-        "only_together": list(model.groups),
-        "held_out": {
-            **errors(inside),
-            "by_split": _by_split(inside),
-            "by_session": {name: errors(group) for name, group in _by_session(inside).items()},
-        },
-        "extrapolated": _by_split(outside),
-        "break_even": _break_even(model, calibration),
-    }
+    return LatencyCheck(
+        run=run,
+        schema_version=SCHEMA,
+        method=METHOD,
+        interval_method=INTERVAL_METHOD,
+        interval_level=LEVEL,
+        calibration_rule=CALIBRATION_RULE,
+        calibration=_calibration(model, calibration),
+        left_out=dict(left_out),
+        coefficients={c.name: CoefficientEntry(**asdict(c)) for c in model.coefficients},
+        only_together=list(model.groups),
+        held_out=HeldOut(
+            **errors_of(inside).as_json(),
+            by_split=_by_split(inside),
+            by_session={name: errors_of(group) for name, group in _by_session(inside).items()},
+        ),
+        extrapolated=_by_split(outside),
+        break_even=_break_even(model, calibration),
+    )
 
 
 def split_rows(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
@@ -141,20 +151,20 @@ def shape_of(row: Row) -> Shape:
     return Shape(row.computed, cached, loaded, loaded // row.chunk_bytes if row.chunk_bytes else 0)
 
 
-def errors(tested: Sequence[Tested]) -> dict[str, Any]:
+def errors_of(tested: Sequence[Tested]) -> Errors:
     """``n``, median and worst absolute error in percent, signed median, coverage; n 0: only n."""
     if not tested:
-        return {"n": 0}
+        return Errors(n=0)
     percents = [100 * test.error for test in tested]
     covered = [test.is_covered for test in tested if test.is_covered is not None]
-    return {
-        "n": len(tested),
-        "median_absolute_percentage_error": median(abs(p) for p in percents),
-        "worst_absolute_percentage_error": max(abs(p) for p in percents),
-        "median_percentage_error": median(percents),
-        "n_with_interval": len(covered),
-        "interval_coverage": sum(covered) / len(covered) if covered else None,
-    }
+    return Errors(
+        n=len(tested),
+        median_absolute_percentage_error=median(abs(p) for p in percents),
+        worst_absolute_percentage_error=max(abs(p) for p in percents),
+        median_percentage_error=median(percents),
+        n_with_interval=len(covered),
+        interval_coverage=sum(covered) / len(covered) if covered else None,
+    )
 
 
 def _usable(rows: Iterable[Row]) -> tuple[list[Row], Counter[str]]:
@@ -184,8 +194,8 @@ def _unusable(row: Row) -> str | None:
     return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
-def _measured(row: Row) -> Measured:
-    return Measured(shape_of(row), _seconds(row))
+def _measured(row: Row) -> MeasuredTtft:
+    return MeasuredTtft(shape_of(row), _seconds(row))
 
 
 def _seconds(row: Row) -> float:
@@ -193,36 +203,38 @@ def _seconds(row: Row) -> float:
     return row.ttft_ms / 1e3
 
 
-def _calibration(model: LatencyModel, rows: Sequence[Row]) -> dict[str, Any]:
-    return {
-        "n": model.n,
-        "n_token_splits": model.n_shapes,
-        "n_by_arm": dict(Counter(row.config for row in rows)),
-        "relative_residual_sd": model.sigma,
-        "interval_quantile": model.quantile,
-        "ranges": {name: list(ends) for name, ends in model.ranges.items()},
-    }
+def _calibration(model: LatencyModel, rows: Sequence[Row]) -> Calibration:
+    return Calibration(
+        n=model.n,
+        n_token_splits=model.n_shapes,
+        n_by_arm=dict(Counter(row.config for row in rows)),
+        relative_residual_sd=model.sigma,
+        interval_quantile=model.quantile,
+        ranges=dict(model.ranges),
+    )
 
 
-def _by_split(tested: Sequence[Tested]) -> list[dict[str, Any]]:
-    """One entry an arm and token split: the prediction, and the measured median beside it."""
+def _by_split(tested: Sequence[Tested]) -> list[SplitErrors]:
+    """One entry an arm and token split."""
     groups: dict[tuple[str, Shape], list[Tested]] = defaultdict(list)
     for test in tested:
         groups[test.row.config, shape_of(test.row)].append(test)
-    return [
-        {
-            "config": config,
-            **asdict(shape),
-            "label": group[0].prediction.label,
-            "assumed": list(group[0].prediction.assumed),
-            "predicted_ms": _ms(group[0].prediction.ttft_s),
-            "predicted_low_ms": _ms(group[0].prediction.low_s),
-            "predicted_high_ms": _ms(group[0].prediction.high_s),
-            "measured_p50_ms": median(1e3 * test.measured_s for test in group),
-            **errors(group),
-        }
-        for (config, shape), group in groups.items()
-    ]
+    return [_split_errors(arm, shape, group) for (arm, shape), group in groups.items()]
+
+
+def _split_errors(arm: str, shape: Shape, group: Sequence[Tested]) -> SplitErrors:
+    prediction = group[0].prediction
+    return SplitErrors(
+        arm=arm,
+        **asdict(shape),
+        label=prediction.label,
+        assumed=list(prediction.assumed),
+        predicted_ms=1e3 * prediction.ttft_s,
+        predicted_low_ms=_ms(prediction.low_s),
+        predicted_high_ms=_ms(prediction.high_s),
+        measured_p50_ms=median(1e3 * test.measured_s for test in group),
+        **errors_of(group).as_json(),
+    )
 
 
 def _by_session(tested: Sequence[Tested]) -> Mapping[str, list[Tested]]:
@@ -232,13 +244,13 @@ def _by_session(tested: Sequence[Tested]) -> Mapping[str, list[Tested]]:
     return groups
 
 
-def _break_even(model: LatencyModel, rows: Sequence[Row]) -> dict[str, Any]:
+def _break_even(model: LatencyModel, rows: Sequence[Row]) -> BreakEven:
     """Load against recompute at the break-even and at the largest load, both predicted."""
     largest = int(model.ranges["loaded chunks"][1])
     sizes = {(r.chunk_tokens, r.chunk_bytes) for r in rows if r.loaded_bytes}
     if len(sizes) != 1:
         why = "no calibration row loads" if not sizes else f"{len(sizes)} chunk sizes in one run"
-        return {"from_tokens": None, "statement": f"not established: {why}", "sizes": []}
+        return BreakEven(from_tokens=None, statement=f"not established: {why}", sizes=[])
     ((chunk_tokens, chunk_bytes),) = sizes
     assert chunk_tokens
     assert chunk_bytes
@@ -246,13 +258,13 @@ def _break_even(model: LatencyModel, rows: Sequence[Row]) -> dict[str, Any]:
     first = break_even_chunks(model, **unit)
     chunks = sorted({first or largest, largest})
     compared = [load_or_recompute(model, chunks=count, **unit) for count in chunks]
-    return {
-        "from_tokens": first * chunk_tokens if first else None,
-        "statement": "\n".join(
+    return BreakEven(
+        from_tokens=first * chunk_tokens if first else None,
+        statement="\n".join(
             [_verdict(first, chunk_tokens, compared), *(_rates(size, model) for size in compared)]
         ),
-        "sizes": [_size(size) for size in compared],
-    }
+        sizes=[_size(size) for size in compared],
+    )
 
 
 def _verdict(first: int | None, chunk_tokens: int, compared: Sequence[LoadOrRecompute]) -> str:
@@ -277,7 +289,7 @@ def _verdict(first: int | None, chunk_tokens: int, compared: Sequence[LoadOrReco
     )
 
 
-def _label(size: LoadOrRecompute) -> str:
+def _label(size: LoadOrRecompute) -> Label:
     return "extrapolated" if size.assumed else "predicted"
 
 
@@ -303,22 +315,22 @@ def _in_ms(time: Estimate) -> str:
     return f"{1e3 * time.value_s:.1f}{spread} ms"
 
 
-def _size(size: LoadOrRecompute) -> dict[str, Any]:
-    return {
-        "label": _label(size),
-        "tokens": size.tokens,
-        "loaded_bytes": size.loaded_bytes,
-        "recompute_ms": _ms(size.recompute.value_s),
-        "load_ms": _ms(size.load.value_s),
-        "saved_ms": _ms(size.saved.value_s),
-        "recompute_standard_error_ms": _ms(size.recompute.standard_error_s),
-        "load_standard_error_ms": _ms(size.load.standard_error_s),
-        "saved_standard_error_ms": _ms(size.saved.standard_error_s),
-        "prefill_tokens_per_s": _finite(size.prefill_tokens_per_s),
-        "load_gb_per_s": _finite(size.load_bytes_per_s / GB),
-        "needed_gb_per_s": _finite(size.needed_bytes_per_s / GB),
-        "assumed": list(size.assumed),
-    }
+def _size(size: LoadOrRecompute) -> LoadSize:
+    return LoadSize(
+        label=_label(size),
+        tokens=size.tokens,
+        loaded_bytes=size.loaded_bytes,
+        recompute_ms=1e3 * size.recompute.value_s,
+        load_ms=1e3 * size.load.value_s,
+        saved_ms=1e3 * size.saved.value_s,
+        recompute_standard_error_ms=_ms(size.recompute.standard_error_s),
+        load_standard_error_ms=_ms(size.load.standard_error_s),
+        saved_standard_error_ms=_ms(size.saved.standard_error_s),
+        prefill_tokens_per_s=_finite(size.prefill_tokens_per_s),
+        load_gb_per_s=_finite(size.load_bytes_per_s / GB),
+        needed_gb_per_s=_finite(size.needed_bytes_per_s / GB),
+        assumed=list(size.assumed),
+    )
 
 
 def _ms(seconds: float | None) -> float | None:

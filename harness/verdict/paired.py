@@ -1,12 +1,12 @@
 """The two arms against each other: by document inside each A B block, then over the blocks."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from harness.plan.labels import BASELINE
-from harness.verdict.tally import Cell, Tally
+from harness.verdict.measured import Block, DocumentRatio, Interval, OrderEffect, Paired
+from harness.verdict.tally import PassRows, Tally
 
 # Below six blocks a percentile bootstrap cannot leave out the extremes at 95 %: the smallest of 5
 # values is the whole resample's median too often. Fewer blocks get their range, called a range.
@@ -20,7 +20,7 @@ Pair = tuple[int, float, float]  # document, TTFT of the first, TTFT of the seco
 LEAST_MS = 1e-6  # below a nanosecond nothing was measured, and a ratio of it is no number
 
 
-def paired(total: Tally, pass_name: str, treatment: str | None) -> dict[str, Any] | None:
+def compare_arms(total: Tally, pass_name: str, treatment: str | None) -> Paired | None:
     """Baseline against treatment: ratio and difference per block and document, median over blocks.
 
     A block pairs the k-th session of each arm, so that in A B B A its two sessions are neighbours
@@ -28,43 +28,47 @@ def paired(total: Tally, pass_name: str, treatment: str | None) -> dict[str, Any
     """
     if treatment is None:
         return None
-    blocks: list[dict[str, Any]] = []
-    documents: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    blocks: list[Block] = []
+    documents: dict[int, list[Pair]] = defaultdict(list)
     arms = total.in_order(BASELINE, pass_name), total.in_order(treatment, pass_name)
     for base, treated in zip(*arms, strict=False):
-        pairs = _pairs(*(total.sessions[name].cells[pass_name] for name in (base, treated)))
+        pairs = _pairs(*(total.sessions[name].passes[pass_name] for name in (base, treated)))
         if not pairs:
             continue
-        blocks.append({"sessions": [base, treated], "n": len(pairs), **_middle(pairs)})
-        for doc, first, second in pairs:
-            documents[doc].append((first / second, first - second))
+        ratio, difference_ms = _ratio(pairs), median(first - second for _, first, second in pairs)
+        blocks.append(
+            Block(sessions=(base, treated), n=len(pairs), ratio=ratio, difference_ms=difference_ms)
+        )
+        for pair in pairs:
+            documents[pair[0]].append(pair)
     if not blocks:
         return None
-    ratios = [block["ratio"] for block in blocks]
-    differences = [block["difference_ms"] for block in blocks]
-    return {
-        "ratio": median(ratios),
-        **interval(ratios),
-        "difference_ms": {"median": median(differences), **interval(differences)},
-        "blocks": blocks,
-        "n_documents": len(documents),
-        "documents": [_document(doc, values) for doc, values in sorted(documents.items())]
+    ratio_of_all = interval_of([block.ratio for block in blocks])
+    return Paired(
+        ratio=ratio_of_all.median,
+        low=ratio_of_all.low,
+        high=ratio_of_all.high,
+        interval=ratio_of_all.interval,
+        interval_kind=ratio_of_all.interval_kind,
+        difference_ms=interval_of([block.difference_ms for block in blocks]),
+        blocks=blocks,
+        n_documents=len(documents),
+        documents=[_document(doc, pairs) for doc, pairs in sorted(documents.items())]
         if len(documents) <= _MOST_DOCUMENTS
         else None,
-    }
+    )
 
 
-def compare_sessions(total: Tally, pass_name: str, first: str, last: str) -> dict[str, Any] | None:
+def compare_sessions(total: Tally, pass_name: str, first: str, last: str) -> OrderEffect | None:
     """The same arm early and late, paired by document: last ÷ first, above 1 it got slower."""
-    cells = (total.sessions[name].cells[pass_name] for name in (last, first))
-    pairs = _pairs(*cells)
+    pairs = _pairs(*(total.sessions[name].passes[pass_name] for name in (last, first)))
     if not pairs:
         return None
-    return {"sessions": [first, last], "n": len(pairs), "last_over_first": _middle(pairs)["ratio"]}
+    return OrderEffect(sessions=(first, last), n=len(pairs), last_over_first=_ratio(pairs))
 
 
-def interval(values: Sequence[float]) -> dict[str, Any]:
-    """``low``, ``high``, ``interval`` (in words) and ``interval_kind`` of the median of ``values``.
+def interval_of(values: Sequence[float]) -> Interval:
+    """The median of ``values``, one a block, and where it may lie.
 
     Six or more: percentile bootstrap with a fixed seed, so that a run gives the same bytes twice.
     """
@@ -72,19 +76,21 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
     if n < MIN_BLOCKS_FOR_INTERVAL or min(values) == max(values):
         words = f"range over {n} A B block{'s' if n > 1 else ''}"
         few = "; too few for a confidence interval" if n < MIN_BLOCKS_FOR_INTERVAL else ""
-        return {
-            "low": min(values),
-            "high": max(values),
-            "interval": words + few,
-            "interval_kind": "range",
-        }
+        return Interval(
+            median=median(values),
+            low=min(values),
+            high=max(values),
+            interval=words + few,
+            interval_kind="range",
+        )
     low, high = _bootstrap(values)
-    return {
-        "low": low,
-        "high": high,
-        "interval": f"95 % bootstrap interval over {n} A B blocks",
-        "interval_kind": "bootstrap",
-    }
+    return Interval(
+        median=median(values),
+        low=low,
+        high=high,
+        interval=f"95 % bootstrap interval over {n} A B blocks",
+        interval_kind="bootstrap",
+    )
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
@@ -103,7 +109,7 @@ def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
-def _pairs(first: Cell, second: Cell) -> list[Pair]:
+def _pairs(first: PassRows, second: PassRows) -> list[Pair]:
     """Documents complete in both; a time of 0 has no ratio and is in no pair."""
     times = {
         doc: ttft for doc, ttft in zip(first.doc, first.ttft_ms, strict=True) if ttft > LEAST_MS
@@ -115,21 +121,18 @@ def _pairs(first: Cell, second: Cell) -> list[Pair]:
     ]
 
 
-def _middle(pairs: Sequence[Pair]) -> Mapping[str, float]:
-    return {
-        "ratio": median(first / second for _, first, second in pairs),
-        "difference_ms": median(first - second for _, first, second in pairs),
-    }
+def _ratio(pairs: Sequence[Pair]) -> float:
+    return median(first / second for _, first, second in pairs)
 
 
-def _document(doc: int, values: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _document(doc: int, pairs: Sequence[Pair]) -> DocumentRatio:
     """One document over the blocks; low and high are the range, never an interval."""
-    ratios = [ratio for ratio, _ in values]
-    return {
-        "doc": doc,
-        "n_blocks": len(values),
-        "ratio": median(ratios),
-        "low": min(ratios),
-        "high": max(ratios),
-        "difference_ms": median(difference for _, difference in values),
-    }
+    ratios = [first / second for _, first, second in pairs]
+    return DocumentRatio(
+        doc=doc,
+        n_blocks=len(pairs),
+        ratio=median(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        difference_ms=median(first - second for _, first, second in pairs),
+    )

@@ -4,25 +4,37 @@ Both are made again from the run folder alone, on any machine; a report renders 
 nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from harness.files import write_json
-from harness.forecast.cliff import cliff, working_set_tokens
+from harness.forecast.cliff import Cliff, CliffPoint, cliff_of, gpu_tokens, working_set_tokens
 from harness.plan.labels import CONTROL
 from harness.plan.plan import Plan
-from harness.plan.rule import DecisionSection
 from harness.record.folder import RunFolder
-from harness.record.row import Row
+from harness.record.row import PredictedRow, Row
 from harness.verdict.account import Account
 from harness.verdict.decision import Checks, Sizes, decide
-from harness.verdict.findings import Finding, findings_of, first_pass, reconcile_json
-from harness.verdict.reconcile import Reconciled, Reconciliation, places, reconcile, request_json
+from harness.verdict.findings import Finding, findings_of, first_pass
+from harness.verdict.measured import SCHEMA, JsonObject, SessionSummary, Span, Statistics
+from harness.verdict.reconcile import Reconciled, Reconciliation, places, reconcile
+from harness.verdict.schema import (
+    ENTRY_FIELDS,
+    Decision,
+    NotPredicted,
+    PassResidual,
+    PublishedFinding,
+    ReconcileFile,
+    RequestEntry,
+    Split,
+    Summary,
+)
 from harness.verdict.stats import source_class, summarize
-from harness.verdict.takeaways import takeaways
+from harness.verdict.takeaways import takeaways_of
 from sim.geometry import KvGeometry
 from sim.workload import WARMUP_PASS, pass_name
 
@@ -36,20 +48,20 @@ _NOT_ENVIRONMENT = ("schema", "run", "plan_id", "sealed", "sessions")
 class Evidence:
     """Contents of the two published files, and the findings in them."""
 
-    summary: dict[str, Any]
-    reconciliation: dict[str, Any]
+    summary: Summary
+    reconciliation: ReconcileFile
     findings: list[Finding]
 
 
 def publish(folder: RunFolder, *, write: Callable[[Path, Any], None] = write_json) -> Evidence:
     """Read a run folder, check it, decide, and write both files; InputError when unreadable."""
-    evidence = gather(folder)
-    write(folder.path / "reconcile.json", evidence.reconciliation)
-    write(folder.path / "summary.json", evidence.summary)
+    evidence = evidence_of(folder)
+    write(folder.path / "reconcile.json", evidence.reconciliation.as_json())
+    write(folder.path / "summary.json", evidence.summary.as_json())
     return evidence
 
 
-def gather(folder: RunFolder) -> Evidence:
+def evidence_of(folder: RunFolder) -> Evidence:
     """What ``publish`` writes, without writing it.
 
     The requests are walked once and dropped: a million take about a minute and 250 MB.
@@ -57,7 +69,7 @@ def gather(folder: RunFolder) -> Evidence:
     run = reconcile(folder)
     account = Account(cold=(WARMUP_PASS, first_pass(run)))
     listed = _Listed(run.plan)
-    summary = summarize(
+    statistics = summarize(
         _walked(run, account, listed),
         run=folder.name,
         plan_id=run.manifest["plan_id"],
@@ -65,12 +77,30 @@ def gather(folder: RunFolder) -> Evidence:
         arms=run.plan.order,
     )
     findings = findings_of(run, account)
-    content = reconcile_json(run, account, findings, listed.entries)
-    content["every"] = listed.every
-    content["by_pass"] = _by_pass(account)
-    content["not_predicted"] = _not_predicted(account)
-    _complete(summary, run, account, findings)
-    return Evidence(summary, content, findings)
+    reconciliation = ReconcileFile(
+        schema_version=SCHEMA,
+        run=run.run,
+        requests_planned=account.planned,
+        requests_recorded=account.recorded,
+        requests_reconciled=account.reconciled,
+        findings=[published_finding(finding) for finding in findings],
+        requests=listed.entries,
+        every=listed.every,
+        by_pass=_by_pass(account),
+        not_predicted=_not_predicted(account),
+    )
+    return Evidence(_summary(statistics, run, account, findings), reconciliation, findings)
+
+
+def published_finding(finding: Finding) -> PublishedFinding:
+    """A finding as the files have it."""
+    return PublishedFinding(
+        code=finding.code,
+        severity=finding.severity,
+        message=finding.message,
+        cause=finding.cause,
+        remedy=finding.remedy,
+    )
 
 
 class _Listed:
@@ -78,15 +108,14 @@ class _Listed:
 
     def __init__(self, plan: Plan) -> None:
         self.every = max(1, -(-places(plan)[1] // MOST_LISTED))
-        self.entries: list[dict[str, Any]] = []
+        self.entries: list[RequestEntry] = []
         self._block_size = plan.server.block_size
         self._met = 0
 
     def add(self, request: Reconciled) -> None:
         """List it if it is its turn."""
         if self._met % self.every == 0:
-            details = _request_details(request, self._block_size)
-            self.entries.append({**request_json(request), **details})
+            self.entries.append(_entry(request, self._block_size))
         self._met += 1
 
 
@@ -99,47 +128,77 @@ def _walked(run: Reconciliation, account: Account, listed: _Listed) -> Iterator[
             yield request.row
 
 
-def _request_details(request: Reconciled, block_size: int) -> dict[str, Any]:
-    """What a report shows of one request beside its split; null where nothing was measured."""
-    row = request.row
-    names = (
-        "config", "order", "seq", "phase", "doc_tokens", "prompt_tokens", "ttft_ms", "total_ms",
-        "settle_ms", "loaded_bytes", "stored_tokens", "error", "unattributed",
-    )  # fmt: skip
-    return {
-        **{name: getattr(row, name) if row else None for name in names},
-        "source": source_class(row, block_size) if row else None,
-        "predicted_bytes": request.predicted.transferred_bytes if request.predicted else None,
-    }
+def _entry(request: Reconciled, block_size: int) -> RequestEntry:
+    """What a report shows of one request; null where nothing was measured or predicted."""
+    session, name, doc = request.key
+    row, predicted = request.row, request.predicted
+    return RequestEntry.model_construct(
+        ENTRY_FIELDS,
+        session=session,
+        pass_name=name,
+        doc=doc,
+        complete=row.complete if row else None,
+        measured=_split(row) if row else None,
+        predicted=_split(predicted) if predicted else None,
+        residual=request.residual,
+        why_not_predicted=predicted.why_not if predicted else None,
+        reconciled=request.is_reconciled,
+        config=row.config if row else None,
+        order=row.order if row else None,
+        seq=row.seq if row else None,
+        phase=row.phase if row else None,
+        doc_tokens=row.doc_tokens if row else None,
+        prompt_tokens=row.prompt_tokens if row else None,
+        ttft_ms=row.ttft_ms if row else None,
+        total_ms=row.total_ms if row else None,
+        settle_ms=row.settle_ms if row else None,
+        loaded_bytes=row.loaded_bytes if row else None,
+        stored_tokens=row.stored_tokens if row else None,
+        error=row.error if row else None,
+        unattributed=row.unattributed if row else None,
+        source=source_class(row, block_size) if row else None,
+        predicted_bytes=predicted.transferred_bytes if predicted else None,
+    )
 
 
-def _by_pass(account: Account) -> list[dict[str, Any]]:
+def _split(tokens: Row | PredictedRow) -> Split:
+    return Split(computed=tokens.computed, gpu_hit=tokens.gpu_hit, host_loaded=tokens.host_loaded)
+
+
+def _by_pass(account: Account) -> list[PassResidual]:
     """Per session and pass: requests, reconciled ones, and the largest residual of each kind."""
     return [
-        {"session": session, "pass": name, **asdict(counted)}
+        PassResidual(
+            session=session,
+            pass_name=name,
+            requests=counted.requests,
+            recorded=counted.recorded,
+            reconciled=counted.reconciled,
+            largest=counted.largest,
+            why_not_predicted=counted.why_not_predicted,
+        )
         for (session, name), counted in account.passes.items()
     ]
 
 
-def _not_predicted(account: Account) -> list[dict[str, Any]]:
+def _not_predicted(account: Account) -> list[NotPredicted]:
     """Requests without an exact prediction, by the reason for it."""
-    groups: dict[str, dict[str, Any]] = {}
+    sessions: dict[str, dict[str, None]] = {}
+    requests: Counter[str] = Counter()
     for (session, _), counted in account.passes.items():
         if why := counted.why_not_predicted:
-            group = groups.setdefault(why, {"why": why, "sessions": [], "requests": 0})
-            group["requests"] += counted.requests
-            if session not in group["sessions"]:
-                group["sessions"].append(session)
-    return list(groups.values())
+            sessions.setdefault(why, {})[session] = None
+            requests[why] += counted.requests
+    return [
+        NotPredicted(why=why, sessions=list(names), requests=requests[why])
+        for why, names in sessions.items()
+    ]
 
 
-def _complete(
-    summary: dict[str, Any],
-    run: Reconciliation,
-    account: Account,
-    findings: list[Finding],
-) -> None:
-    """Add decision, cliff, environment, plan and servers to the measured part of the summary."""
+def _summary(
+    statistics: Statistics, run: Reconciliation, account: Account, findings: list[Finding]
+) -> Summary:
+    """The statistics with servers, decision, cliff, environment and plan."""
     plan = run.plan
     environment = {
         **{name: value for name, value in run.manifest.items() if name not in _NOT_ENVIRONMENT},
@@ -150,49 +209,84 @@ def _complete(
     chunk_bytes = account.chunk_bytes
     if chunk_bytes is not None and chunk_bytes < plan.host.chunk_tokens:
         chunk_bytes = None  # of another tier than the plan's, which the findings say
-    rule = getattr(plan, "decision", None)
-    summary["decision"] = decide(
-        rule or DecisionSection(),
-        summary,
+    servers = run.manifest.get("sessions", {})
+    sessions = [_on_its_server(each, servers.get(each.session, {})) for each in statistics.sessions]
+    decision = decide(
+        plan.decision,
+        statistics,
         checks=Checks(
             planned=account.planned,
             reconciled=account.reconciled,
             errors=tuple((f.code, f.message) for f in findings if f.severity == "error"),
         ),
-        sizes=sizes(plan, chunk_bytes),
+        sizes=sizes_of(plan, chunk_bytes),
         is_from_plan="decision" in plan.model_fields_set,
         environment=environment,
     )
-    summary["cliff"] = cliff(plan, summary, summary["decision"]["pass"], chunk_bytes=chunk_bytes)
-    summary["plan"] = plan.model_dump(mode="json", by_alias=True)
-    summary["environment"] = environment
-    servers = run.manifest.get("sessions", {})
-    for session in summary["sessions"]:
-        server = servers.get(session["session"], {})
-        session["server"] = server
-        session["spans"] = [*_starting(server), *session["spans"], *_stopping(server, session)]
-    summary["takeaways"] = takeaways(summary)
+    name = decision.pass_name
+    measured = list(_measured_shares(plan, statistics, name))
+    return complete(
+        statistics.model_copy(update={"sessions": sessions}),
+        decision,
+        cliff=cliff_of(plan, name, chunk_bytes=chunk_bytes, measured=measured),
+        plan=plan.model_dump(mode="json", by_alias=True),
+        environment=environment,
+    )
 
 
-def _starting(server: Mapping[str, Any]) -> list[dict[str, Any]]:
+def complete(
+    statistics: Statistics,
+    decision: Decision,
+    *,
+    cliff: Cliff | None,
+    plan: JsonObject | None,
+    environment: JsonObject,
+) -> Summary:
+    """``summary.json``; ``cliff`` and ``plan`` are None for imported rows."""
+    return Summary(
+        **dict(statistics),
+        decision=decision,
+        cliff=cliff,
+        plan=plan,
+        environment=environment,
+        takeaways=takeaways_of(statistics, decision.pass_name, cliff),
+    )
+
+
+def _measured_shares(plan: Plan, statistics: Statistics, pass_name: str) -> Iterator[CliffPoint]:
+    """Each arm's measured share at its own capacity; an arm without known sources has none."""
+    for arm, cell in statistics.arms_in(pass_name).items():
+        tokens = cell.tokens
+        if tokens.prompt:
+            share = tokens.computed / tokens.prompt
+            yield CliffPoint(arm=arm, gpu_tokens=gpu_tokens(plan, arm), share=share, n=tokens.n)
+
+
+def _on_its_server(session: SessionSummary, server: JsonObject) -> SessionSummary:
+    """The session with what the manifest says of its server, start and stop included."""
+    spans = [*_starting(server), *session.spans, *_stopping(server, session)]
+    return session.model_copy(update={"server": server, "spans": spans})
+
+
+def _starting(server: JsonObject) -> list[Span]:
     """From the launch to the first answer, as a span; nothing for a server that never answered."""
     if "started" not in server or "start_s" not in server:
         return []
     began = datetime.fromisoformat(server["started"]).timestamp() * 1000
     ended = began + server["start_s"] * 1000
-    return [{"phase": "start", "began_unix_ms": began, "ended_unix_ms": ended}]
+    return [Span(phase="start", began_unix_ms=began, ended_unix_ms=ended)]
 
 
-def _stopping(server: Mapping[str, Any], session: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if "ended" not in server or not session["spans"]:
+def _stopping(server: JsonObject, session: SessionSummary) -> list[Span]:
+    if "ended" not in server or not session.spans:
         return []
-    began = session["spans"][-1]["ended_unix_ms"]
+    began = session.spans[-1].ended_unix_ms
     ended = datetime.fromisoformat(server["ended"]).timestamp() * 1000
     # The manifest has whole seconds, the rows nanoseconds.
-    return [{"phase": "stop", "began_unix_ms": began, "ended_unix_ms": max(began, ended)}]
+    return [Span(phase="stop", began_unix_ms=began, ended_unix_ms=max(began, ended))]
 
 
-def sizes(plan: Plan, chunk_bytes: int | None) -> Sizes:
+def sizes_of(plan: Plan, chunk_bytes: int | None) -> Sizes:
     """The plan's tiers and working set in tokens."""
     host, chunks = plan.host, None
     has_host = plan.arm(plan.treatment).tier is not None
@@ -202,7 +296,7 @@ def sizes(plan: Plan, chunk_bytes: int | None) -> Sizes:
     return Sizes(
         documents=plan.workload.documents,
         working_set_tokens=working_set_tokens(plan),
-        gpu_tokens=(plan.server.num_gpu_blocks - 1) * plan.server.block_size,
+        gpu_tokens=gpu_tokens(plan),
         host_tokens=chunks * host.chunk_tokens if chunks is not None else None,
         host_gib=host.gib if has_host else None,
         has_control=CONTROL in plan.order,

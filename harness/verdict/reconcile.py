@@ -16,8 +16,6 @@ from harness.record.journal import walk_predictions
 from harness.record.row import PredictedRow, Row
 from sim.workload import WARMUP_PASS, pass_name
 
-SOURCES = ("computed", "gpu_hit", "host_loaded")
-
 Key = tuple[str, str, int]
 """A request: ``(session, pass, doc)``."""
 
@@ -223,24 +221,3 @@ class _Placed(Generic[Record]):
                 hint="restore the journals and prediction.jsonl as the run wrote them",
             )
         self._last = self.at
-
-
-def request_json(request: Reconciled) -> dict[str, Any]:
-    """One entry of ``reconcile.json``; null where nothing was measured or predicted."""
-    session, pass_name, doc = request.key
-    row = request.row
-    return {
-        "session": session,
-        "pass": pass_name,
-        "doc": doc,
-        "complete": row.complete if row else None,
-        "measured": {source: getattr(row, source) for source in SOURCES} if row else None,
-        "predicted": (
-            {source: getattr(request.predicted, source) for source in SOURCES}
-            if request.predicted
-            else None
-        ),
-        "residual": request.residual,
-        "why_not_predicted": request.predicted.why_not if request.predicted else None,
-        "reconciled": request.is_reconciled,
-    }

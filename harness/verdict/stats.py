@@ -7,19 +7,29 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import median, quantiles
-from typing import Any
 
 from harness.plan.labels import compared
-from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL, compare_sessions, paired
-from harness.verdict.tally import Cell, Sample, Session, Tally, source_class, tally
+from harness.verdict.measured import (
+    SCHEMA,
+    ArmCell,
+    Cell,
+    FirstRequest,
+    Outlier,
+    Outliers,
+    Pass,
+    SessionSummary,
+    Source,
+    Span,
+    Spread,
+    Statistics,
+    TokenSums,
+)
+from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL, compare_arms, compare_sessions
+from harness.verdict.tally import PassRows, Sample, Session, Tally, source_class, tally
 from sim.split import SOURCE_CLASSES
 
-__all__ = ["SOURCE_CLASSES", "SUMMARY_SCHEMA", "source_class", "summarize"]
+__all__ = ["SOURCE_CLASSES", "source_class", "summarize"]
 
-# history: 1 = first published (kvcliff 0.1); still 1 after sessions, paired documents, outliers,
-# decision, timeline, provenance, compared and takeaways were added: no key was removed or changed
-# its meaning.
-SUMMARY_SCHEMA = 1
 METHODS = {
     "median_method": "mean of the two middle values when n is even",
     "percentile_method": (
@@ -46,27 +56,27 @@ MOST_LISTED = 100
 
 def summarize(
     rows: Iterable[Sample], *, run: str, plan_id: str, block_size: int, arms: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The measured part of ``summary.json``: times in ms at full precision, tokens as integers.
+) -> Statistics:
+    """What the rows say: times in ms at full precision, tokens as integers.
 
     ``rows`` is walked once and not kept. Every cell carries its n; failed rows are counted and in
-    no median; what has no row is absent. Warm-up rows appear in the sessions' spans only.
+    no median; only what has a row has a cell. Warm-up rows appear in the sessions' spans only.
     ``arms``: those of the plan, measured or not; without a plan, the rows'.
     """
     total = tally(rows, block_size=block_size)
-    base, treatment = compared(arms or [session.config for session in total.sessions.values()])
-    return {
-        "schema": SUMMARY_SCHEMA,
-        "run": run,
-        "plan_id": plan_id,
-        "compared": [base, treatment],
+    base, treatment = compared(arms or [session.arm for session in total.sessions.values()])
+    return Statistics(
+        schema_version=SCHEMA,
+        run=run,
+        plan_id=plan_id,
+        compared=(base, treatment),
         **METHODS,
         **_directions(base, treatment),
-        "passes": {name: _pass(total, name, treatment) for name in total.passes},
-        "sources": _sources(total),
-        "sessions": [_session(name, session) for name, session in total.sessions.items()],
-        "outliers": _outliers(total),
-    }
+        passes={name: _pass(total, name, treatment) for name in total.passes},
+        sources=_sources(total),
+        sessions=[_session(name, session) for name, session in total.sessions.items()],
+        outliers=_outliers(total),
+    )
 
 
 def _directions(base: str, treatment: str | None) -> dict[str, str]:
@@ -79,167 +89,170 @@ def _directions(base: str, treatment: str | None) -> dict[str, str]:
     }
 
 
-def _pass(total: Tally, name: str, treatment: str | None) -> dict[str, Any]:
+def _pass(total: Tally, name: str, treatment: str | None) -> Pass:
     arms = total.arms(name)
-    return {
-        "arms": {config: _arm(cells) for config, cells in arms.items()},
-        "paired_ratio": paired(total, name, treatment),
-        "order_effect": {
-            config: compare_sessions(total, name, names[0], names[-1])
-            for config in arms
-            if len(names := total.in_order(config, name)) > 1
+    return Pass(
+        arms={arm: _arm(sessions) for arm, sessions in arms.items()},
+        paired_ratio=compare_arms(total, name, treatment),
+        order_effect={
+            arm: compare_sessions(total, name, names[0], names[-1])
+            for arm in arms
+            if len(names := total.in_order(arm, name)) > 1
         },
-    }
+    )
 
 
-def _arm(sessions: Mapping[str, Cell]) -> dict[str, Any]:
-    cells = {name: ttft_cell(cell.ttft_ms) for name, cell in sessions.items()}
-    medians = [cell["p50_ms"] for cell in cells.values() if cell["n"]]
-    return {
-        **ttft_cell(chain.from_iterable(cell.ttft_ms for cell in sessions.values())),
-        "failed": sum(cell.failed for cell in sessions.values()),
-        "tokens": token_sums(sessions.values()),
-        "settle_p50_ms": _median(chain.from_iterable(c.settle_ms for c in sessions.values())),
-        "session_medians": _spread(medians),
-        "sessions": cells,
-    }
+def _arm(sessions: Mapping[str, PassRows]) -> ArmCell:
+    cells = {name: cell_of(rows.ttft_ms) for name, rows in sessions.items()}
+    medians = [cell.p50_ms for cell in cells.values() if cell.p50_ms is not None]
+    return ArmCell(
+        **cell_of(chain.from_iterable(rows.ttft_ms for rows in sessions.values())).as_json(),
+        failed=sum(rows.failed for rows in sessions.values()),
+        tokens=token_sums(sessions.values()),
+        settle_p50_ms=_median(chain.from_iterable(rows.settle_ms for rows in sessions.values())),
+        session_medians=_spread(medians),
+        sessions=cells,
+    )
 
 
-def ttft_cell(times: Iterable[float]) -> dict[str, Any]:
-    """``{"n", "p50_ms", "p90_ms", "min_ms", "max_ms"}`` of TTFTs; only ``n`` when it is 0."""
+def cell_of(times: Iterable[float]) -> Cell:
+    """Median, p90 and ends of TTFTs in ms; only ``n`` is given when it is 0."""
     values = sorted(times)
     if not values:
-        return {"n": 0}
+        return Cell(n=0)
     has_p90 = len(values) >= MIN_N_FOR_P90
-    return {
-        "n": len(values),
-        "p50_ms": median(values),
-        "p90_ms": quantiles(values, n=10, method="inclusive")[8] if has_p90 else None,
-        "min_ms": values[0],
-        "max_ms": values[-1],
-    }
+    return Cell(
+        n=len(values),
+        p50_ms=median(values),
+        p90_ms=quantiles(values, n=10, method="inclusive")[8] if has_p90 else None,
+        min_ms=values[0],
+        max_ms=values[-1],
+    )
 
 
-def token_sums(cells: Iterable[Cell]) -> dict[str, int | None]:
+def token_sums(parts: Iterable[PassRows]) -> TokenSums:
     """Prompt tokens by source over the attributed rows, and how many rows those are.
 
     ``loaded_bytes`` and ``stored`` are None where no row knows them.
     """
     total: Counter[str] = Counter()
-    for cell in cells:
-        total.update(cell.tokens)
-    return {
-        **{name: total[name] for name in ("n", "prompt", "computed", "gpu_hit", "host_loaded")},
-        **{name: total.get(name) for name in ("loaded_bytes", "stored")},
-    }
+    for rows in parts:
+        total.update(rows.tokens)
+    return TokenSums(
+        n=total["n"],
+        prompt=total["prompt"],
+        computed=total["computed"],
+        gpu_hit=total["gpu_hit"],
+        host_loaded=total["host_loaded"],
+        loaded_bytes=total.get("loaded_bytes"),
+        stored=total.get("stored"),
+    )
 
 
-def _spread(medians: Sequence[float]) -> dict[str, Any]:
+def _spread(medians: Sequence[float]) -> Spread:
     """Over the sessions of one arm: the unit of analysis is the session."""
     if not medians:
-        return {"n": 0}
-    return {
-        "n": len(medians),
-        "median_ms": median(medians),
-        "low_ms": min(medians),
-        "high_ms": max(medians),
-        "spread_ratio": max(medians) / min(medians) if min(medians) > 0 else None,
-    }
+        return Spread(n=0)
+    return Spread(
+        n=len(medians),
+        median_ms=median(medians),
+        low_ms=min(medians),
+        high_ms=max(medians),
+        spread_ratio=max(medians) / min(medians) if min(medians) > 0 else None,
+    )
 
 
-def _sources(total: Tally) -> dict[str, Any]:
+def _sources(total: Tally) -> dict[str, Source]:
     """TTFT by where the document's KV came from: over all arms, and by pass and arm."""
-    sources: dict[str, Any] = {}
+    sources = {}
     for index, name in enumerate(SOURCE_CLASSES):
-        by_pass: dict[str, dict[str, Any]] = {}
+        by_pass: dict[str, dict[str, Cell]] = {}
         everything: list[float] = []
         for pass_name in total.passes:
-            for config, sessions in total.arms(pass_name).items():
-                times = [t for cell in sessions.values() for t in cell.of_source(index)]
+            for arm, sessions in total.arms(pass_name).items():
+                times = [t for rows in sessions.values() for t in rows.of_source(index)]
                 if times:
-                    by_pass.setdefault(pass_name, {})[config] = ttft_cell(times)
+                    by_pass.setdefault(pass_name, {})[arm] = cell_of(times)
                     everything += times
         if everything:
-            sources[name] = {**ttft_cell(everything), "by_pass": by_pass}
+            sources[name] = Source(**cell_of(everything).as_json(), by_pass=by_pass)
     return sources
 
 
-def _session(name: str, session: Session) -> dict[str, Any]:
+def _session(name: str, session: Session) -> SessionSummary:
     """Counts, spans (wall clock in ms since 1970, a label) and the first measured request."""
-    cells = session.cells
-    return {
-        "session": name,
-        "config": session.config,
-        "order": session.order,
-        "n": sum(len(cell.ttft_ms) for cell in cells.values()),
-        "failed": sum(cell.failed for cell in cells.values()),
-        "settle_total_ms": sum(sum(cell.settle_ms) for cell in [session.warmup, *cells.values()]),
-        "first_request": _first_request(cells),
-        "spans": [
-            {
-                "phase": phase,
-                "began_unix_ms": cell.began_ns / 1e6,
-                "ended_unix_ms": cell.ended_ns / 1e6,
-            }
-            for phase, cell in {"warmup": session.warmup, **cells}.items()
-            if cell.began_ns and cell.ended_ns  # 0: the clock of an imported row is not known
+    passes = session.passes
+    return SessionSummary(
+        session=name,
+        arm=session.arm,
+        order=session.order,
+        n=sum(len(rows.ttft_ms) for rows in passes.values()),
+        failed=sum(rows.failed for rows in passes.values()),
+        settle_total_ms=sum(sum(rows.settle_ms) for rows in [session.warmup, *passes.values()]),
+        first_request=_first_request(passes),
+        spans=[
+            Span(phase=phase, began_unix_ms=rows.began_ns / 1e6, ended_unix_ms=rows.ended_ns / 1e6)
+            for phase, rows in {"warmup": session.warmup, **passes}.items()
+            if rows.began_ns and rows.ended_ns  # 0: the clock of an imported row is not known
         ],
-    }
+        server={},  # the rows do not say
+    )
 
 
-def _first_request(cells: Mapping[str, Cell]) -> dict[str, Any] | None:
+def _first_request(passes: Mapping[str, PassRows]) -> FirstRequest | None:
     """The first measured request beside its like: same pass, same source; None without any."""
-    cell = next((cell for cell in cells.values() if cell.seq), None)
-    if cell is None:
+    rows = next((rows for rows in passes.values() if rows.seq), None)
+    if rows is None:
         return None
-    first = min(range(len(cell.seq)), key=cell.seq.__getitem__)
+    first = min(range(len(rows.seq)), key=rows.seq.__getitem__)
     alike = [
         ttft
-        for index, ttft in enumerate(cell.ttft_ms)
-        if index != first and cell.source[index] == cell.source[first]
+        for index, ttft in enumerate(rows.ttft_ms)
+        if index != first and rows.source[index] == rows.source[first]
     ]
     if len(alike) < MIN_N_FOR_OUTLIERS:
         return None
     middle, limit = _limits(alike)
-    ttft = cell.ttft_ms[first]
-    return {
-        "ttft_ms": ttft,
-        "others_p50_ms": middle,
-        "n_others": len(alike),
-        "is_slow": ttft - middle > limit,
-    }
+    ttft = rows.ttft_ms[first]
+    return FirstRequest(
+        ttft_ms=ttft,
+        others_p50_ms=middle,
+        n_others=len(alike),
+        is_slow=ttft - middle > limit,
+    )
 
 
-def _outliers(total: Tally) -> dict[str, Any]:
+def _outliers(total: Tally) -> Outliers:
     """Flagged rows, the farthest first; ``n_judged`` of ``n`` rows were in a large enough group."""
-    listed: list[dict[str, Any]] = []
+    listed: list[Outlier] = []
     n = judged = 0
     for name, session in total.sessions.items():
-        for pass_name, cell in session.cells.items():
-            n += len(cell.ttft_ms)
-            for source in set(cell.source):
-                times = cell.of_source(source)
+        for pass_name, rows in session.passes.items():
+            n += len(rows.ttft_ms)
+            for source in set(rows.source):
+                times = rows.of_source(source)
                 if len(times) < MIN_N_FOR_OUTLIERS:
                     continue
                 judged += len(times)
-                listed += [
-                    {"session": name, "pass": pass_name, **found}
-                    for found in _far_from_median(cell, source, times)
-                ]
-    listed.sort(key=lambda row: -row["distance"])
-    return {"n": n, "n_judged": judged, "n_flagged": len(listed), "rows": listed[:MOST_LISTED]}
+                listed += _far_from_median(name, pass_name, rows, source, times)
+    listed.sort(key=lambda row: -row.distance)
+    return Outliers(n=n, n_judged=judged, n_flagged=len(listed), rows=listed[:MOST_LISTED])
 
 
-def _far_from_median(cell: Cell, source: int, times: Sequence[float]) -> Iterable[dict[str, Any]]:
+def _far_from_median(
+    session: str, pass_name: str, rows: PassRows, source: int, times: Sequence[float]
+) -> Iterable[Outlier]:
     middle, limit = _limits(times)
-    for doc, ttft, its_source in zip(cell.doc, cell.ttft_ms, cell.source, strict=True):
+    for doc, ttft, its_source in zip(rows.doc, rows.ttft_ms, rows.source, strict=True):
         if its_source == source and abs(ttft - middle) > limit:
-            yield {
-                "doc": doc,
-                "ttft_ms": ttft,
-                "group_p50_ms": middle,
-                "distance": abs(ttft - middle) / limit,
-            }
+            yield Outlier(
+                session=session,
+                pass_name=pass_name,
+                doc=doc,
+                ttft_ms=ttft,
+                group_p50_ms=middle,
+                distance=abs(ttft - middle) / limit,
+            )
 
 
 def _limits(times: Sequence[float]) -> tuple[float, float]:

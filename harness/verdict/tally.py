@@ -61,7 +61,7 @@ class Sample(Protocol):
 
 
 @dataclass(slots=True)
-class Cell:
+class PassRows:
     """The rows of one pass in one session.
 
     ``seq``, ``doc``, ``ttft_ms``, ``source`` have one entry a complete row, in journal order;
@@ -86,12 +86,12 @@ class Cell:
 
 @dataclass(slots=True)
 class Session:
-    """One server's life: its arm, its position in the run, and its cells by pass."""
+    """One server's life: its arm, its position in the run, and its rows by pass."""
 
-    config: str
+    arm: str
     order: int
-    cells: dict[str, Cell] = field(default_factory=dict)
-    warmup: Cell = field(default_factory=Cell)
+    passes: dict[str, PassRows] = field(default_factory=dict)
+    warmup: PassRows = field(default_factory=PassRows)
 
 
 @dataclass(slots=True)
@@ -101,20 +101,20 @@ class Tally:
     sessions: dict[str, Session] = field(default_factory=dict)
     passes: dict[str, None] = field(default_factory=dict)
 
-    def arms(self, pass_name: str) -> dict[str, dict[str, Cell]]:
-        """Cells of one pass by arm, then session, each in order of first appearance."""
-        arms: dict[str, dict[str, Cell]] = {}
+    def arms(self, pass_name: str) -> dict[str, dict[str, PassRows]]:
+        """Rows of one pass by arm, then session, each in order of first appearance."""
+        arms: dict[str, dict[str, PassRows]] = {}
         for name, session in self.sessions.items():
-            if pass_name in session.cells:
-                arms.setdefault(session.config, {})[name] = session.cells[pass_name]
+            if pass_name in session.passes:
+                arms.setdefault(session.arm, {})[name] = session.passes[pass_name]
         return arms
 
-    def in_order(self, config: str, pass_name: str) -> list[str]:
+    def in_order(self, arm: str, pass_name: str) -> list[str]:
         """Sessions of an arm that have the pass, by position in the run."""
         named = [
             (session.order, name)
             for name, session in self.sessions.items()
-            if session.config == config and pass_name in session.cells
+            if session.arm == arm and pass_name in session.passes
         ]
         return [name for _, name in sorted(named)]
 
@@ -129,18 +129,18 @@ def tally(rows: Iterable[Sample], *, block_size: int) -> Tally:
         if row.phase != "measure":
             _add(session.warmup, row, block_size)
             continue
-        cell = session.cells.get(row.pass_name)
-        if cell is None:
-            cell = session.cells[row.pass_name] = Cell()
+        met = session.passes.get(row.pass_name)
+        if met is None:
+            met = session.passes[row.pass_name] = PassRows()
             total.passes[row.pass_name] = None
-        _add(cell, row, block_size)
+        _add(met, row, block_size)
     return total
 
 
-def _add(cell: Cell, row: Sample, block_size: int) -> None:
-    _add_span(cell, row)
+def _add(met: PassRows, row: Sample, block_size: int) -> None:
+    _add_span(met, row)
     if row.computed is not None:
-        tokens = cell.tokens
+        tokens = met.tokens
         tokens["n"] += 1
         tokens["prompt"] += row.prompt_tokens or 0
         tokens["computed"] += row.computed
@@ -151,26 +151,26 @@ def _add(cell: Cell, row: Sample, block_size: int) -> None:
         if row.stored_tokens is not None:
             tokens["stored"] += row.stored_tokens
     if row.settle_ms is not None:
-        cell.settle_ms.append(row.settle_ms)
+        met.settle_ms.append(row.settle_ms)
     if not row.complete:
-        cell.failed += 1
+        met.failed += 1
         return
     if row.ttft_ms is None:
         return
-    cell.seq.append(row.seq)
-    cell.doc.append(row.doc)
-    cell.ttft_ms.append(row.ttft_ms)
+    met.seq.append(row.seq)
+    met.doc.append(row.doc)
+    met.ttft_ms.append(row.ttft_ms)
     name = source_class(row, block_size)
-    cell.source.append(UNKNOWN_SOURCE if name is None else SOURCE_CLASSES.index(name))
+    met.source.append(UNKNOWN_SOURCE if name is None else SOURCE_CLASSES.index(name))
 
 
-def _add_span(cell: Cell, row: Sample) -> None:
+def _add_span(met: PassRows, row: Sample) -> None:
     sent = row.sent_unix_ns
     ended = sent + int((row.total_ms or 0) * 1e6)
-    if cell.began_ns is None or sent < cell.began_ns:
-        cell.began_ns = sent
-    if cell.ended_ns is None or ended > cell.ended_ns:
-        cell.ended_ns = ended
+    if met.began_ns is None or sent < met.began_ns:
+        met.began_ns = sent
+    if met.ended_ns is None or ended > met.ended_ns:
+        met.ended_ns = ended
 
 
 def source_class(row: Sample, block_size: int) -> str | None:

@@ -78,7 +78,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredTtft:
     """One measured request; ``ttft_s`` > 0."""
 
     shape: Shape
@@ -115,7 +115,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PredictedTtft:
     """A predicted TTFT with its ``LEVEL`` interval, never a measured one.
 
     ``low_s``, ``high_s`` None: too few calibration rows, or extrapolated. ``assumed`` says what the
@@ -183,7 +183,7 @@ class LatencyModel:
     _fit: _Fit
     _span: Span
 
-    def predict(self, shape: Shape, *, extrapolate: bool = False) -> Prediction:
+    def predict(self, shape: Shape, *, extrapolate: bool = False) -> PredictedTtft:
         """The TTFT of ``shape``; NotCalibratedError where it is not covered, unless asked."""
         missing = self.not_covered(shape)
         if missing and not extrapolate:
@@ -191,9 +191,9 @@ class LatencyModel:
         features = shape.features
         value = self._fit.value(features)
         if missing or self.quantile is None:
-            return Prediction(value, None, None, missing)
+            return PredictedTtft(value, None, None, missing)
         half = value * self.quantile * sqrt(1 + self._fit.leverage(features))
-        return Prediction(value, max(0.0, value - half), value + half, ())
+        return PredictedTtft(value, max(0.0, value - half), value + half, ())
 
     def not_covered(self, shape: Shape) -> tuple[str, ...]:
         """Why ``shape`` is outside the calibration; empty when it is inside."""
@@ -225,7 +225,7 @@ class LatencyModel:
         return [f"the calibration rows do not show {' or '.join(lacking)} by itself: taken as 0"]
 
 
-def fit(rows: Iterable[Measured]) -> LatencyModel:
+def fit(rows: Iterable[MeasuredTtft]) -> LatencyModel:
     """The model that fits ``rows`` best; ValueError without rows or with a TTFT not above 0."""
     cells = _cells(rows)
     shapes = list(cells)
@@ -252,7 +252,7 @@ def fit(rows: Iterable[Measured]) -> LatencyModel:
 Cells = Mapping[Shape, Sequence[float]]
 
 
-def _cells(rows: Iterable[Measured]) -> Cells:
+def _cells(rows: Iterable[MeasuredTtft]) -> Cells:
     """Times in seconds by shape: rows of one shape share a weight and a fitted value."""
     cells: dict[Shape, list[float]] = defaultdict(list)
     for row in rows:

@@ -6,7 +6,7 @@ import pytest
 from sim.latency.break_even import break_even_chunks, load_or_recompute
 from sim.latency.model import (
     LatencyModel,
-    Measured,
+    MeasuredTtft,
     NotCalibratedError,
     Shape,
     fit,
@@ -26,8 +26,8 @@ def true_s(shape: Shape) -> float:
     return 0.02 + 1e-4 * n + 1e-8 * n * (c + n / 2) + (load if shape.loaded_chunks else 0)
 
 
-def exact(*shapes: Shape) -> list[Measured]:
-    return [Measured(shape, true_s(shape)) for shape in shapes]
+def exact(*shapes: Shape) -> list[MeasuredTtft]:
+    return [MeasuredTtft(shape, true_s(shape)) for shape in shapes]
 
 
 def status(model: LatencyModel) -> dict[str, str]:
@@ -58,7 +58,7 @@ def test_noise_stays_within_a_few_standard_errors_of_the_truth() -> None:
         for chunks in [draw.randrange(1, 40) if draw.random() < 0.7 else 0 for _ in range(600)]
         for missing in [draw.randrange(MIB) if chunks else 0]
     ]
-    model = fit(Measured(s, true_s(s) * draw.gauss(1, 0.03)) for s in shapes)
+    model = fit(MeasuredTtft(s, true_s(s) * draw.gauss(1, 0.03)) for s in shapes)
     assert model.sigma == pytest.approx(0.03, rel=0.15)
     for coefficient in model.coefficients:
         assert coefficient.standard_error is not None
@@ -67,7 +67,7 @@ def test_noise_stays_within_a_few_standard_errors_of_the_truth() -> None:
 
 
 def test_cold_rows_of_one_length_tell_only_their_sum() -> None:
-    model = fit(Measured(Shape(2_068, 0), t) for t in (0.6, 0.7))
+    model = fit(MeasuredTtft(Shape(2_068, 0), t) for t in (0.6, 0.7))
     assert status(model) == {
         "overhead": "only together", "per_token": "only together", "per_pair": "only together",
         "per_byte": "never seen", "load_setup": "never seen", "per_chunk": "never seen",
@@ -96,7 +96,7 @@ def test_chunks_of_one_size_tell_a_chunks_cost_but_not_the_bandwidth() -> None:
 
 def test_whole_hits_and_cold_rows_do_not_tell_tokens_from_pairs_so_part_hits_are_refused() -> None:
     # Without pairs the two say 1 ms a token and no overhead.
-    model = fit([Measured(Shape(1_000, 0), 1.0), Measured(Shape(100, 900), 0.1)])
+    model = fit([MeasuredTtft(Shape(1_000, 0), 1.0), MeasuredTtft(Shape(100, 900), 0.1)])
     part = Shape(550, 450)
     with pytest.raises(NotCalibratedError, match="do not show per_pair by itself: taken as 0"):
         model.predict(part)
@@ -117,8 +117,11 @@ def test_a_longer_prompt_than_any_calibrated_is_refused_unless_asked_for() -> No
 
 
 def test_a_load_that_seems_to_save_time_costs_nothing_rather_than_less() -> None:
-    loads = [Measured(Shape(100, 900, MIB, 1), 0.08), Measured(Shape(100, 900, 2 * MIB, 2), 0.08)]
-    model = fit([Measured(Shape(100, 900), 0.1), *loads])
+    loads = [
+        MeasuredTtft(Shape(100, 900, MIB, 1), 0.08),
+        MeasuredTtft(Shape(100, 900, 2 * MIB, 2), 0.08),
+    ]
+    model = fit([MeasuredTtft(Shape(100, 900), 0.1), *loads])
     assert [c.used for c in model.coefficients if c.name in ("per_byte", "load_setup")] == [0, 0]
     assert status(model)["load_setup"] == "at zero"
 
@@ -126,12 +129,12 @@ def test_a_load_that_seems_to_save_time_costs_nothing_rather_than_less() -> None
 def test_a_slow_prompt_off_the_line_does_not_bend_the_fast_ones() -> None:
     # Not weighted, the straight line through these is 0.044 + 0.000893·n: 33 % off at 100 tokens.
     times = {100: 0.1, 1_000: 1.0, 2_000: 1.8}
-    model = fit(Measured(Shape(n, 0), t) for n, t in times.items())
+    model = fit(MeasuredTtft(Shape(n, 0), t) for n, t in times.items())
     assert model.predict(Shape(100, 0)).ttft_s == pytest.approx(0.1, rel=0.05)
 
 
 def test_the_interval_is_the_residuals_rank_widened_by_leverage() -> None:
-    model = fit(Measured(Shape(10, 0), t) for t in [0.9, 1.1] * 10)
+    model = fit(MeasuredTtft(Shape(10, 0), t) for t in [0.9, 1.1] * 10)
     # 20 rows of one shape: fitted 1.0, every |residual| 0.1, leverage 1/20
     found = model.predict(Shape(10, 0))
     half = 0.1 / sqrt(1 - 1 / 20) * sqrt(1 + 1 / 20)
@@ -142,18 +145,18 @@ def test_the_interval_is_the_residuals_rank_widened_by_leverage() -> None:
 def test_eighteen_rows_are_too_few_for_a_95_percent_interval() -> None:
     # ⌈0.95 · 19⌉ = 19 of 18 residuals; with 19 rows it is the largest.
     shape = Shape(10, 0)
-    assert fit([Measured(shape, 1.0)] * 18).predict(shape).low_s is None
-    assert fit([Measured(shape, 1.0)] * 19).predict(shape).low_s == pytest.approx(1.0)
+    assert fit([MeasuredTtft(shape, 1.0)] * 18).predict(shape).low_s is None
+    assert fit([MeasuredTtft(shape, 1.0)] * 19).predict(shape).low_s == pytest.approx(1.0)
 
 
 def test_a_row_that_alone_decides_its_fit_teaches_nothing_about_the_spread() -> None:
-    rows = [Measured(Shape(10, 0), t) for t in [0.9, 1.1] * 10]
-    alone = Measured(Shape(10, 100, MIB, 1), 1.5)
+    rows = [MeasuredTtft(Shape(10, 0), t) for t in [0.9, 1.1] * 10]
+    alone = MeasuredTtft(Shape(10, 100, MIB, 1), 1.5)
     assert fit([*rows, alone]).quantile == pytest.approx(0.1 / sqrt(0.95))
 
 
 def test_an_extrapolation_has_no_interval_however_many_rows_there_are() -> None:
-    model = fit([Measured(Shape(10, 0), 1.0)] * 30)
+    model = fit([MeasuredTtft(Shape(10, 0), 1.0)] * 30)
     assert model.predict(Shape(10, 0)).low_s is not None
     assert model.predict(Shape(11, 0), extrapolate=True).low_s is None
 
@@ -161,9 +164,9 @@ def test_an_extrapolation_has_no_interval_however_many_rows_there_are() -> None:
 def test_the_interval_covers_what_it_says_on_rows_not_used_for_the_fit() -> None:
     draw = random.Random(5)
 
-    def noisy(count: int) -> list[Measured]:
+    def noisy(count: int) -> list[MeasuredTtft]:
         shapes = [draw.choice(VARIED) for _ in range(count)]
-        return [Measured(shape, true_s(shape) * draw.gauss(1, 0.1)) for shape in shapes]
+        return [MeasuredTtft(shape, true_s(shape) * draw.gauss(1, 0.1)) for shape in shapes]
 
     model = fit(noisy(500))
     covered = 0
@@ -177,9 +180,9 @@ def test_the_interval_covers_what_it_says_on_rows_not_used_for_the_fit() -> None
 
 def line(chunk_s: float) -> LatencyModel:
     """1 ms a token; loads: 500 ms, then ``chunk_s`` for each chunk of 100 tokens and 1 MB."""
-    rows = [Measured(Shape(n, 0), n / 1_000) for n in (10, 500, 1_500)]
+    rows = [MeasuredTtft(Shape(n, 0), n / 1_000) for n in (10, 500, 1_500)]
     loads = [
-        Measured(Shape(10, 100 * k, 10**6 * k, k), 0.01 + 0.5 + chunk_s * k) for k in (1, 5, 10)
+        MeasuredTtft(Shape(10, 100 * k, 10**6 * k, k), 0.01 + 0.5 + chunk_s * k) for k in (1, 5, 10)
     ]
     return fit([*rows, *loads])
 
@@ -207,8 +210,8 @@ def test_a_break_even_size_beyond_the_calibrated_loads_says_so() -> None:
 
 
 def test_break_even_of_a_load_size_the_rows_do_not_tell_says_what_it_assumes() -> None:
-    hit, cold = Measured(Shape(20, 2_048), 0.03), Measured(Shape(2_068, 0), 0.65)
-    model = fit([hit, cold, Measured(Shape(20, 2_048, 8 * MIB, 8), 0.06)])
+    hit, cold = MeasuredTtft(Shape(20, 2_048), 0.03), MeasuredTtft(Shape(2_068, 0), 0.65)
+    model = fit([hit, cold, MeasuredTtft(Shape(20, 2_048, 8 * MIB, 8), 0.06)])
     unit = {"chunk_tokens": 256, "chunk_bytes": MIB}
     # All eight chunks are the three rows' own differences; four need pairs and setup apart.
     assert load_or_recompute(model, chunks=8, **unit).saved.value_s == pytest.approx(0.59)
@@ -236,4 +239,4 @@ def test_nothing_to_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="no calibration rows"):
         fit([])
     with pytest.raises(ValueError, match="must be above 0"):
-        fit([Measured(Shape(5, 0), 0.0)])
+        fit([MeasuredTtft(Shape(5, 0), 0.0)])

@@ -1,8 +1,6 @@
-from typing import Any
-
 import pytest
 
-from harness.forecast.cliff import cliff
+from harness.forecast.cliff import Cliff, cliff_of
 from harness.plan.plan import Plan
 from tests.factory import make_plan
 
@@ -16,12 +14,12 @@ def plan_of(treatment: str, **replaced: str) -> Plan:
     return make_plan(order=order, build=chunk, **replaced).model_copy(update={"arms": {}})
 
 
-def shares(curve: dict[str, Any], arm: str) -> list[float]:
-    return [point["share"] for point in curve["points"] if point["arm"] == arm]
+def shares(curve: Cliff, arm: str) -> list[float]:
+    return [point.share for point in curve.points if point.arm == arm]
 
 
-def curve_of(plan: Plan, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, Any]:
-    return cliff(plan, {"passes": {}}, "pass2-replay", chunk_bytes=chunk_bytes)
+def curve_of(plan: Plan, chunk_bytes: int | None = CHUNK_BYTES) -> Cliff:
+    return cliff_of(plan, "pass2-replay", chunk_bytes=chunk_bytes, measured=[])
 
 
 def test_without_the_prefix_cache_everything_is_recomputed_at_every_size() -> None:
@@ -29,20 +27,20 @@ def test_without_the_prefix_cache_everything_is_recomputed_at_every_size() -> No
     assert set(shares(curve, "none")) == {1.0}
     assert shares(curve, "baseline")[0] == 1.0
     assert shares(curve, "baseline")[-1] == 8 / 520
-    assert curve["why_not"] is None
+    assert curve.why_not is None
 
 
 def test_an_arm_without_an_exact_prediction_has_no_line_and_says_why() -> None:
     curve = curve_of(plan_of("simple"))
     assert (len(shares(curve, "simple")), len(shares(curve, "baseline")) > 10) == (0, True)
-    assert curve["why_not"].startswith("simple: vLLM's simple CPU offload evicts")
+    assert curve.why_not.startswith("simple: vLLM's simple CPU offload evicts")
 
 
 @pytest.mark.parametrize("treatment", ["lmcache", "lmcache-mp"])
 def test_a_tier_of_an_unknown_chunk_size_has_no_line_and_says_so(treatment: str) -> None:
     curve = curve_of(plan_of(treatment), chunk_bytes=None)
     assert shares(curve, treatment) == []
-    assert curve["why_not"] == f"{treatment}: no row tells the size of a host chunk"
+    assert curve.why_not == f"{treatment}: no row tells the size of a host chunk"
 
 
 def test_a_prompt_that_the_tier_cannot_hold_leaves_its_line_out() -> None:
@@ -51,7 +49,7 @@ def test_a_prompt_that_the_tier_cannot_hold_leaves_its_line_out() -> None:
     plan = plan.model_copy(update={"host": plan.host.model_copy(update={"chunk_tokens": 32})})
     curve = curve_of(plan, chunk_bytes=2**20)
     assert shares(curve, "native") == []
-    assert curve["why_not"].startswith("native: ")
+    assert curve.why_not.startswith("native: ")
     assert len(shares(curve, "baseline")) > 10
 
 
@@ -59,5 +57,5 @@ def test_a_workload_too_long_to_predict_is_not_built() -> None:
     vocab = "vocab = [64, 100000]"
     plan = plan_of("none", documents="documents = 90000", vocab=vocab)
     curve = curve_of(plan)
-    assert curve["points"] == []
-    assert "93,600,520 prompt tokens a session" in curve["why_not"]  # 520 × (2 × 90,000 + 1)
+    assert curve.points == []
+    assert "93,600,520 prompt tokens a session" in curve.why_not  # 520 × (2 × 90,000 + 1)

@@ -29,17 +29,17 @@ def edit(run: Path, *path: str, value: object) -> None:
 def test_a_run_twice_as_slow_has_changed_by_2(tmp_path: Path) -> None:
     first = published(tmp_path, "a")
     later = published(tmp_path, "b", lambda p, a, s, d: 2 * helps(p, a, s, d))
-    change = compare([first, later])["passes"]["pass2-replay"]["baseline"][0]
-    assert (change["change"], change["low"], change["high"]) == (2.0, 2.0, 2.0)
-    assert change["says"] == "changed"
+    change = compare([first, later]).passes["pass2-replay"]["baseline"][0]
+    assert (change.change, change.low, change.high) == (2.0, 2.0, 2.0)
+    assert change.says == "changed"
 
 
 def test_sessions_that_overlap_show_no_change(tmp_path: Path) -> None:
     first = published(tmp_path, "a", lambda p, a, s, d: 100.0 + 10 * p)  # baseline 110, 140
     later = published(tmp_path, "b", lambda p, a, s, d: 110.0 + 10 * p)  # baseline 120, 150
-    change = compare([first, later])["passes"]["pass1-cold"]["baseline"][0]
-    assert (change["change"], change["low"]) == (135 / 125, 120 / 140)
-    assert change["says"] == "no change shown"
+    change = compare([first, later]).passes["pass1-cold"]["baseline"][0]
+    assert (change.change, change.low) == (135 / 125, 120 / 140)
+    assert change.says == "no change shown"
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_an_arm_that_is_absent_in_one_run_has_no_change(tmp_path: Path) -> None:
     del content["passes"]["pass2-replay"]["arms"]["lmcache"]
     write_json(file, content)
     compared = compare([first, later])
-    change = compared["passes"]["pass2-replay"]["lmcache"][0]
-    assert (change["change"], change["says"]) == (None, "no sessions")
+    change = compared.passes["pass2-replay"]["lmcache"][0]
+    assert (change.change, change.says) == (None, "no sessions")
     cells = [row for row in comparison_rows(compared) if row[:2] == ("pass2-replay", "lmcache")]
     assert cells == [("pass2-replay", "lmcache", "2", "10.0 (2)", "–", "–", "–", "no sessions")]
 

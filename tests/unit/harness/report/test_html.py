@@ -16,7 +16,7 @@ from harness.report.chart_specs import (
 from harness.report.charts import figures, thinned
 from harness.report.html import render_html, render_markdown, write_report
 from harness.verdict.publish import publish
-from harness.verdict.schema import read_published
+from harness.verdict.schema import ReconcileFile, Summary, read_published
 from tests.folder import write_run
 
 
@@ -31,9 +31,14 @@ Change = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 def rendered(run: Path, change: Change) -> str:
-    summary, reconciliation = read_published(run)
+    return render_html(*changed(run, change))
+
+
+def changed(run: Path, change: Change) -> tuple[Summary, ReconcileFile]:
+    """The published files as they would be with other content."""
+    summary, reconciliation = (file.as_json() for file in read_published(run))
     change(summary, reconciliation)
-    return render_html(summary, reconciliation)
+    return Summary.model_validate(summary), ReconcileFile.model_validate(reconciliation)
 
 
 @pytest.mark.parametrize("name", ["summary.json", "reconcile.json"])
@@ -160,9 +165,11 @@ def test_a_pass_whose_name_has_a_slash_is_still_found(run: Path) -> None:
 
 
 def test_a_failed_request_is_drawn_as_failed_and_listed(run: Path) -> None:
-    summary, reconciliation = read_published(run)
-    failed = next(r for r in reconciliation["requests"] if r["pass"] == "pass2-replay")
-    failed.update(complete=False, ttft_ms=None, error="boom", reconciled=False)
+    def change(_: dict[str, Any], reconciliation: dict[str, Any]) -> None:
+        failed = next(r for r in reconciliation["requests"] if r["pass"] == "pass2-replay")
+        failed.update(complete=False, ttft_ms=None, error="boom", reconciled=False)
+
+    summary, reconciliation = changed(run, change)
     page = render_html(summary, reconciliation)
     chart = next(f for f in figures(summary, reconciliation) if f.name == "ttft-pass2-replay")
     rows = chart.spec["data"]["values"]
@@ -200,9 +207,10 @@ def test_charts_and_markdown_are_written_beside_the_page(run: Path) -> None:
 
 
 def test_markdown_cannot_be_broken_by_a_name(run: Path) -> None:
-    summary, reconciliation = read_published(run)
-    summary["passes"]["a|b`c<b>\n# x"] = summary["passes"].pop("pass1-cold")
-    text = render_markdown(summary, reconciliation)
+    def change(summary: dict[str, Any], _: dict[str, Any]) -> None:
+        summary["passes"]["a|b`c<b>\n# x"] = summary["passes"].pop("pass1-cold")
+
+    text = render_markdown(*changed(run, change))
     assert "a\\|b\\`c&lt;b&gt; # x" in text
     assert "\n# x" not in text
 
@@ -224,10 +232,20 @@ def test_a_run_that_is_not_published_is_an_error_that_says_what_to_do(run: Path,
     assert not (run / "report.html").exists()
 
 
-def test_an_unknown_version_of_a_file_is_refused(run: Path) -> None:
-    content = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    (run / "summary.json").write_text(json.dumps({**content, "schema": 2}), encoding="utf-8")
-    with pytest.raises(InputError, match="schema is not 1"):
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (2, "was written by a newer kvcliff, schema 2; this one reads 1"),
+        (0, "schema is not 1"),
+        (None, "schema is not 1"),
+        (True, "schema is not 1"),
+    ],
+)
+def test_a_version_is_looked_at_before_anything_else_in_the_file(
+    run: Path, schema: object, said: str
+) -> None:
+    (run / "summary.json").write_text(json.dumps({"schema": schema}), encoding="utf-8")
+    with pytest.raises(InputError, match=said):
         read_published(run)
 
 
@@ -313,15 +331,13 @@ def test_where_there_is_no_exact_prediction_the_report_says_why_and_what_was_che
     assert "reconciled means that the sources sum to the prompt" in text
     assert text.count("no exact prediction") >= 3  # a line for each of its passes
     assert "sums to the prompt" in text
-    summary, reconciliation = read_published(run)
-    unpredicted(summary, reconciliation)
-    found = {f.name: f for f in figures(summary, reconciliation)}
+    found = {f.name: f for f in figures(*changed(run, unpredicted))}
     assert "no exact prediction" in found["sources-02-lmcache"].label
     bars = found["sources-02-lmcache"].spec["layer"][0]["data"]["values"]
     assert {bar["kind"] for bar in bars} == {"measured"}
     tips = [v["predicted"] for v in found["ttft-pass2-replay"].spec["data"]["values"]]
     assert "no exact prediction: a matter of timing" in tips
-    assert "No exact prediction for 5 requests" in render_markdown(summary, reconciliation)
+    assert "No exact prediction for 5 requests" in render_markdown(*changed(run, unpredicted))
 
 
 @pytest.mark.parametrize("name", ["native", "none"])
@@ -329,8 +345,7 @@ def test_a_treatment_is_called_by_its_name(run: Path, name: str) -> None:
     for path in (run / "summary.json", run / "reconcile.json"):
         text = path.read_text(encoding="utf-8").replace("lmcache", name)
         path.write_text(text, encoding="utf-8")
-    summary, reconciliation = read_published(run)
-    summary["decision"]["cost"]["host_gib"] = None
+    summary, reconciliation = changed(run, lambda s, _: s["decision"]["cost"].update(host_gib=None))
     text = re.sub(r"<[^>]*>", "", render_html(summary, reconciliation).split("<script")[0])
     assert f"baseline ÷ {name}, pass2-replay" in text
     assert f"What {name} costs, and when it pays" in text
@@ -350,11 +365,13 @@ def test_without_a_treatment_the_report_compares_nothing(run: Path) -> None:
 
 
 def test_foreign_names_that_differ_in_signs_alone_get_charts_of_their_own(run: Path) -> None:
-    summary, reconciliation = read_published(run)
-    for content, old in ((summary["passes"], "pass1-cold"), (summary["passes"], "pass2-replay")):
-        content["a/b" if old == "pass1-cold" else "a b"] = content.pop(old)
-    for request in reconciliation["requests"]:
-        request["pass"] = {"pass1-cold": "a/b", "pass2-replay": "a b"}.get(request["pass"], "w")
-    names = [f.name for f in figures(summary, reconciliation)]
+    new = {"pass1-cold": "a/b", "pass2-replay": "a b"}
+
+    def change(summary: dict[str, Any], reconciliation: dict[str, Any]) -> None:
+        summary["passes"] = {new[name]: content for name, content in summary["passes"].items()}
+        for request in reconciliation["requests"]:
+            request["pass"] = new.get(request["pass"], "w")
+
+    names = [f.name for f in figures(*changed(run, change))]
     assert {"ttft-a-b", "ttft-a-b-2"} <= set(names)
     assert len(names) == len(set(names))

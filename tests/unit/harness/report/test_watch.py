@@ -17,10 +17,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_numbers_are_the_reports(run: Path) -> None:
-    view = Watcher(run).look()
+    view = Watcher(run).view()
     summary = publish(RunFolder(run)).summary
-    assert view.summary["passes"] == summary["passes"]
-    assert view.summary["sources"] == summary["sources"]
+    assert view.statistics.passes == summary.passes
+    assert view.statistics.sources == summary.sources
 
 
 def test_a_line_still_being_written_waits_until_it_is_whole(run: Path) -> None:
@@ -29,28 +29,28 @@ def test_a_line_still_being_written_waits_until_it_is_whole(run: Path) -> None:
     lines = whole.splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3]) + lines[3][:40])
     watcher = Watcher(run)
-    assert watcher.look().sessions[0] == ("01-baseline", 3, 5)
+    assert watcher.view().sessions[0] == ("01-baseline", 3, 5)
     with path.open("ab") as file:
         file.write(lines[3][40:] + lines[4])
-    assert watcher.look().sessions[0] == ("01-baseline", 5, 5)
+    assert watcher.view().sessions[0] == ("01-baseline", 5, 5)
 
 
 def test_a_session_measured_again_replaces_its_rows(run: Path) -> None:
     watcher = Watcher(run)
     path = run / "journal-02-lmcache.jsonl"
-    assert watcher.look().sessions[1] == ("02-lmcache", 5, 5)
+    assert watcher.view().sessions[1] == ("02-lmcache", 5, 5)
     lines = path.read_bytes().splitlines(keepends=True)
     path.rename(run / "cut-1-journal-02-lmcache.jsonl")
-    assert watcher.look().sessions[1] == ("02-lmcache", 0, 5)
+    assert watcher.view().sessions[1] == ("02-lmcache", 0, 5)
     path.write_bytes(lines[0])
-    assert watcher.look().sessions[1] == ("02-lmcache", 1, 5)
+    assert watcher.view().sessions[1] == ("02-lmcache", 1, 5)
 
 
 def test_session_100_comes_after_session_99(tmp_path: Path) -> None:
     order = ", ".join(['"baseline", "lmcache"'] * 50)
     toml = PLAN_TOML.replace('"baseline", "lmcache", "lmcache", "baseline"', order)
-    view = Watcher(write_run(tmp_path, toml=toml)).look()
-    assert [s["session"] for s in view.summary["sessions"]][-2:] == ["99-baseline", "100-lmcache"]
+    view = Watcher(write_run(tmp_path, toml=toml)).view()
+    assert [s.session for s in view.statistics.sessions][-2:] == ["99-baseline", "100-lmcache"]
 
 
 def test_watching_ends_when_every_planned_request_has_a_row(run: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_broken_row_is_named(run: Path) -> None:
     with (run / "journal-01-baseline.jsonl").open("ab") as file:
         file.write(b'{"config": 1}\n')
     with pytest.raises(InputError, match=r"journal-01-baseline.jsonl, line 6: "):
-        Watcher(run).look()
+        Watcher(run).view()
 
 
 def test_an_imported_run_has_nothing_to_watch_and_says_what_shows_it(tmp_path: Path) -> None:

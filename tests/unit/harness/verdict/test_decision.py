@@ -3,13 +3,13 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from harness.plan.rule import DecisionSection, unknown_pass
 from harness.record.row import Row
 from harness.verdict.decision import Checks, Sizes, decide
+from harness.verdict.schema import Decision, Replays
 from harness.verdict.stats import summarize
 from tests.factory import failed, make_row
 
@@ -50,7 +50,7 @@ def decided(
     rule: DecisionSection | None = None,
     sizes: Sizes | None = SIZES,
     checks: Checks | None = None,
-) -> dict[str, Any]:
+) -> Decision:
     summary = summarize(rows, run="r", plan_id="p", block_size=32)
     return decide(
         rule or DecisionSection(),
@@ -62,8 +62,8 @@ def decided(
     )
 
 
-def codes(decision: dict[str, Any]) -> list[str]:
-    return [reason["code"] for reason in decision["reasons"]]
+def codes(decision: Decision) -> list[str]:
+    return [reason.code for reason in decision.reasons]
 
 
 def helps(_position: int, arm: str, pass_name: str, doc: int) -> float:
@@ -79,28 +79,28 @@ def flat(_position: int, _arm: str, _pass: str, doc: int) -> float:
 
 def test_a_tier_that_answers_replays_ten_times_faster_is_supported() -> None:
     decision = decided(journal(helps))
-    assert (decision["verdict"], decision["reasons"]) == ("supported", [])
+    assert (decision.verdict, decision.reasons) == ("supported", [])
     # Ratios 10.0 to 10.5 in steps of 0.1: the median of six is 10.25 in both blocks.
-    assert decision["evidence"]["ratio"] == pytest.approx(10.25)
-    assert decision["evidence"]["threshold"] == 1.1  # no noise: 1.1 × 1²
+    assert decision.evidence.ratio == pytest.approx(10.25)
+    assert decision.evidence.threshold == 1.1  # no noise: 1.1 × 1²
 
 
 def test_the_cost_of_storing_is_paid_back_by_a_fraction_of_a_replay() -> None:
-    cost = decided(journal(helps))["cost"]
-    assert cost["host_gib"] == 0.5
-    assert cost["store_cost"]["median_ms"] == 5.0
-    assert cost["replay_saving"]["median_ms"] == 92.5  # median of 90 … 95
-    assert cost["break_even_replays"]["median"] == pytest.approx(5.0 / 92.5)
+    cost = decided(journal(helps)).cost
+    assert cost.host_gib == 0.5
+    assert cost.store_cost.median_ms == 5.0
+    assert cost.replay_saving.median_ms == 92.5  # median of 90 … 95
+    assert cost.break_even_replays.median == pytest.approx(5.0 / 92.5)
 
 
 def test_a_tier_that_saves_nothing_never_breaks_even() -> None:
     decision = decided(journal(lambda p, a, s, d: 110.0 if a == "lmcache" else 100.0))
-    assert decision["verdict"] == "not supported"
-    assert decision["cost"]["break_even_replays"] == {"median": None, "low": None, "high": None}
+    assert decision.verdict == "not supported"
+    assert decision.cost.break_even_replays == Replays(median=None, low=None, high=None)
 
 
 def test_no_effect_is_not_supported() -> None:
-    assert decided(journal(flat))["verdict"] == "not supported"
+    assert decided(journal(flat)).verdict == "not supported"
 
 
 def renamed(rows: list[Row], name: str) -> list[Row]:
@@ -117,35 +117,34 @@ def renamed(rows: list[Row], name: str) -> list[Row]:
 @pytest.mark.parametrize("name", ["native", "none", "my-own"])
 def test_the_decision_is_about_the_treatment_by_its_own_name(name: str) -> None:
     decision = decided(renamed(journal(helps), name))
-    assert decision["verdict"] == "supported"
-    assert decision["claim"] == (
+    assert decision.verdict == "supported"
+    assert decision.claim == (
         f"{name} lowers TTFT in pass2-replay: baseline ÷ {name} is at least 1.1"
     )
-    assert set(decision["cost"]["settle_after_store_ms"]) == {"baseline", name}
+    assert set(decision.cost.settle_after_store_ms) == {"baseline", name}
 
 
 def test_a_treatment_without_a_host_tier_is_not_asked_about_one() -> None:
     # The prefix cache off is measured where the working set fits the GPU tier.
     sizes = replace(SIZES, gpu_tokens=6 * 512, host_tokens=None, host_gib=None)
     decision = decided(renamed(journal(flat), "none"), sizes=sizes)
-    assert (decision["verdict"], decision["cost"]["host_gib"]) == ("not supported", None)
-    assert not [line for line in decision["not_established"] if "tier" in line]
+    assert (decision.verdict, decision.cost.host_gib) == ("not supported", None)
+    assert not [line for line in decision.not_established if "tier" in line]
 
 
 def test_several_arms_beside_the_baseline_decide_nothing_and_say_so() -> None:
     decision = decided(journal(flat, ("baseline", "a", "b", "baseline")), sizes=None)
     assert codes(decision) == ["several-treatments"]
-    assert "a, b were measured next to baseline" in decision["because"]
-    assert decision["claim"] == "Nothing is compared with baseline"
+    assert "a, b were measured next to baseline" in decision.because
+    assert decision.claim == "Nothing is compared with baseline"
 
 
 def test_the_one_of_several_that_is_compared_is_named() -> None:
     rows = journal(helps, ("baseline", "lmcache", "other", "lmcache", "baseline"))
     decision = decided(rows, sizes=None)
-    assert decision["verdict"] == "supported"
-    assert (
-        "How other compares with the baseline: only lmcache is compared."
-        in (decision["not_established"])
+    assert decision.verdict == "supported"
+    assert "How other compares with the baseline: only lmcache is compared." in (
+        decision.not_established
     )
 
 
@@ -153,9 +152,9 @@ WITH_CONTROL = replace(SIZES, has_control=True)
 
 
 def test_a_control_that_the_plan_has_and_nobody_measured_decides_nothing() -> None:
-    assert decided(journal(helps), sizes=WITH_CONTROL)["verdict"] == "supported"
+    assert decided(journal(helps), sizes=WITH_CONTROL).verdict == "supported"
     decision = decided(journal(helps, A_B_B_A), sizes=WITH_CONTROL)
-    assert (decision["verdict"], codes(decision)) == ("not decided", ["missing-control"])
+    assert (decision.verdict, codes(decision)) == ("not decided", ["missing-control"])
 
 
 @pytest.mark.parametrize("failing", ["pass1-cold", "pass2-replay"])
@@ -165,8 +164,8 @@ def test_a_control_without_a_complete_request_in_a_pass_decides_nothing(failing:
         return None if is_lost else helps(position, arm, pass_name, doc)
 
     decision = decided(journal(broken), sizes=WITH_CONTROL)
-    assert (decision["verdict"], codes(decision)) == ("not decided", ["missing-control"])
-    assert f"{failing}: all 6 failed" in decision["because"]
+    assert (decision.verdict, codes(decision)) == ("not decided", ["missing-control"])
+    assert f"{failing}: all 6 failed" in decision.because
 
 
 def test_an_effect_in_one_session_of_the_tier_only_is_not_decided() -> None:
@@ -174,21 +173,21 @@ def test_an_effect_in_one_session_of_the_tier_only_is_not_decided() -> None:
         return 70.0 if position == 2 and pass_name == "pass2-replay" else 100.0
 
     decision = decided(journal(once))
-    assert (decision["verdict"], codes(decision)) == ("not decided", ["blocks-disagree"])
+    assert (decision.verdict, codes(decision)) == ("not decided", ["blocks-disagree"])
 
 
 def test_an_effect_smaller_than_the_noise_between_sessions_is_not_decided() -> None:
     # Baselines 100 and 130, tiers 80 and 100: ratios 1.25 and 1.3; noise 1.3² × 1.1 = 1.859.
     times = {1: 100.0, 2: 80.0, 3: 100.0, 4: 130.0, 5: 100.0}
     decision = decided(journal(lambda position, a, s, d: times[position]))
-    assert (decision["verdict"], codes(decision)) == ("not decided", ["within-noise"])
-    assert decision["evidence"]["threshold"] == pytest.approx(1.1 * 1.3**2)
+    assert (decision.verdict, codes(decision)) == ("not decided", ["within-noise"])
+    assert decision.evidence.threshold == pytest.approx(1.1 * 1.3**2)
 
 
 def test_linear_drift_without_an_effect_is_never_supported() -> None:
     for drift_ms in (0.1, 1.0, 5.0, 30.0):
         rows = journal(lambda position, a, s, d, by=drift_ms: 100.0 + by * (position * DOCS + d))
-        assert decided(rows)["verdict"] != "supported", drift_ms
+        assert decided(rows).verdict != "supported", drift_ms
 
 
 def test_drift_beyond_the_rule_is_not_decided_even_with_an_effect() -> None:
@@ -201,8 +200,8 @@ def test_one_unreconciled_request_decides_nothing() -> None:
         journal(helps),
         checks=Checks(planned=60, reconciled=59, errors=(("residual", "1 of 60 differ"),)),
     )
-    assert (decision["verdict"], codes(decision)) == ("not decided", ["unreconciled", "residual"])
-    assert "1 of 60" in decision["because"]
+    assert (decision.verdict, codes(decision)) == ("not decided", ["unreconciled", "residual"])
+    assert "1 of 60" in decision.because
 
 
 def test_an_empty_plan_decides_nothing() -> None:
@@ -219,22 +218,22 @@ def test_contamination_decides_nothing(code: str) -> None:
 @pytest.mark.parametrize("order", [("baseline", "baseline"), ("lmcache", "lmcache"), ()])
 def test_a_missing_arm_decides_nothing_and_has_no_number(order: tuple[str, ...]) -> None:
     decision = decided(journal(helps, order))
-    assert decision["verdict"] == "not decided"
+    assert decision.verdict == "not decided"
     assert {"missing-arm", "missing-pass"} & set(codes(decision))
-    assert decision["evidence"] is None
-    assert decision["cost"]["store_cost"] is None
+    assert decision.evidence is None
+    assert decision.cost.store_cost is None
 
 
 def test_one_session_of_each_arm_is_too_few() -> None:
     decision = decided(journal(helps, ("baseline", "lmcache")))
-    assert (decision["verdict"], codes(decision)) == ("not decided", ["too-few-sessions"])
+    assert (decision.verdict, codes(decision)) == ("not decided", ["too-few-sessions"])
 
 
 def test_all_requests_of_an_arm_failed_decides_nothing() -> None:
     rows = journal(lambda p, a, s, d: None if a == "lmcache" else 100.0)
     decision = decided(rows)
     assert "missing-arm" in codes(decision)
-    assert decision["evidence"] is None
+    assert decision.evidence is None
 
 
 def test_one_failed_replay_leaves_a_pair_out_and_says_so() -> None:
@@ -244,7 +243,7 @@ def test_one_failed_replay_leaves_a_pair_out_and_says_so() -> None:
 
     decision = decided(journal(once))
     assert codes(decision) == ["incomplete-pairs"]
-    assert "11 of 12" in decision["because"]
+    assert "11 of 12" in decision.because
 
 
 def test_a_control_that_ran_on_another_machine_as_it_were_decides_nothing() -> None:
@@ -283,13 +282,13 @@ def test_rows_without_a_plan_decide_nothing() -> None:
     decision = decide(
         DecisionSection(), summary, checks=None, sizes=None, is_from_plan=False, environment={}
     )
-    assert (decision["verdict"], codes(decision)) == ("not decided", ["no-prediction"])
-    assert decision["rule_source"] == "kvcliff's default rule"
+    assert (decision.verdict, codes(decision)) == ("not decided", ["no-prediction"])
+    assert decision.rule_source == "kvcliff's default rule"
 
 
 def test_the_rule_is_read_from_the_plan_and_obeyed() -> None:
     rule = DecisionSection.model_validate({"pass": "pass2-replay", "min_ratio": 11.0})
-    assert decided(journal(helps), rule=rule)["verdict"] == "not supported"
+    assert decided(journal(helps), rule=rule).verdict == "not supported"
 
 
 def test_a_rule_for_a_pass_the_plan_does_not_have_is_named_before_the_run() -> None:
@@ -301,11 +300,11 @@ def test_a_rule_for_a_pass_the_plan_does_not_have_is_named_before_the_run() -> N
 
 
 def test_what_a_run_does_not_establish_follows_from_what_it_did() -> None:
-    lines = "\n".join(decided(journal(helps, A_B_B_A))["not_established"])
+    lines = "\n".join(decided(journal(helps, A_B_B_A)).not_established)
     assert "there is no control session" in lines
     assert "2 A B blocks give a range" in lines
     assert "A host tier smaller than the working set" in lines  # 8,192 ≥ 3,072
-    assert "there is no control" not in "\n".join(decided(journal(helps))["not_established"])
+    assert "there is no control" not in "\n".join(decided(journal(helps)).not_established)
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.4])
@@ -326,5 +325,5 @@ def test_two_equal_arms_are_called_supported_in_at_most_5_percent_of_runs(
             lambda position, a, s, d, at=levels: at[position - 1] * random_.lognormvariate(0, 0.02),
             order,
         )
-        supported += decided(rows, rule=rule)["verdict"] == "supported"
+        supported += decided(rows, rule=rule).verdict == "supported"
     assert supported <= 0.05 * n_runs

@@ -8,6 +8,7 @@ import pytest
 from harness.errors import InputError
 from harness.record.row import Row
 from harness.verdict.latency import check_folder, check_rows, split_rows
+from harness.verdict.latency_result import LatencyCheck
 from tests.factory import failed, make_row
 from tests.folder import write_run
 from tests.places import ROOT
@@ -67,35 +68,35 @@ def test_first_passes_the_control_and_every_second_tier_row_calibrate() -> None:
 
 
 def test_rows_that_follow_the_model_are_predicted_without_error() -> None:
-    found = check_rows(lab(), where="here")
-    assert found["calibration"]["n_by_arm"] == {"baseline": 4, "lmcache": 6, "control": 8}
-    assert found["held_out"]["n"] == 6
-    assert found["held_out"]["worst_absolute_percentage_error"] == pytest.approx(0, abs=1e-6)
-    assert [(e["config"], e["n"]) for e in found["held_out"]["by_split"]] == [
+    found = check_rows(lab(), run="r", where="here")
+    assert found.calibration.n_by_arm == {"baseline": 4, "lmcache": 6, "control": 8}
+    assert found.held_out.n == 6
+    assert found.held_out.worst_absolute_percentage_error == pytest.approx(0, abs=1e-6)
+    assert [(e.arm, e.n) for e in found.held_out.by_split] == [
         ("baseline", 4),
         ("lmcache", 2),
     ]
-    assert found["extrapolated"] == []
-    assert "overhead, per_token, per_pair" in found["only_together"][0]
+    assert found.extrapolated == []
+    assert "overhead, per_token, per_pair" in found.only_together[0]
 
 
 def test_break_even_states_both_speeds_and_the_bandwidth_needed() -> None:
-    largest = check_rows(lab(), where="here")["break_even"]["sizes"][-1]
+    largest = check_rows(lab(), run="r", where="here").break_even.sizes[-1]
     # 1,024 tokens: 510 ms to compute, 40 ms to load 4 MiB
-    assert (largest["label"], largest["tokens"], largest["assumed"]) == ("predicted", 1_024, [])
-    assert largest["saved_ms"] == pytest.approx(470)
-    assert largest["prefill_tokens_per_s"] == pytest.approx(1_024 / 0.510)
-    assert largest["load_gb_per_s"] == pytest.approx(4 * 2**20 / 0.040 / 1e9)
-    assert largest["needed_gb_per_s"] == pytest.approx(4 * 2**20 / 0.510 / 1e9)
+    assert (largest.label, largest.tokens, largest.assumed) == ("predicted", 1_024, [])
+    assert largest.saved_ms == pytest.approx(470)
+    assert largest.prefill_tokens_per_s == pytest.approx(1_024 / 0.510)
+    assert largest.load_gb_per_s == pytest.approx(4 * 2**20 / 0.040 / 1e9)
+    assert largest.needed_gb_per_s == pytest.approx(4 * 2**20 / 0.510 / 1e9)
 
 
 def test_break_even_on_an_assumption_is_called_extrapolated() -> None:
     # One load size: what a single chunk costs is not told from what any load costs.
-    found = check_rows(lab(), where="here")["break_even"]
-    assert found["from_tokens"] == 256
-    assert found["sizes"][0]["label"] == "extrapolated"
-    assert found["statement"].startswith("Extrapolated: from 256 tokens, one chunk")
-    assert "load_setup" in found["statement"]
+    found = check_rows(lab(), run="r", where="here").break_even
+    assert found.from_tokens == 256
+    assert found.sizes[0].label == "extrapolated"
+    assert found.statement.startswith("Extrapolated: from 256 tokens, one chunk")
+    assert "load_setup" in found.statement
 
 
 def test_a_saving_within_its_own_error_establishes_no_break_even() -> None:
@@ -106,7 +107,7 @@ def test_a_saving_within_its_own_error_establishes_no_break_even() -> None:
         else row
         for row in lab()
     ]
-    statement = check_rows(rows, where="lab")["break_even"]["statement"]
+    statement = check_rows(rows, run="r", where="lab").break_even.statement
     assert "no break-even is established" in statement
     assert "inf" not in statement
 
@@ -119,21 +120,21 @@ def test_held_out_times_do_not_touch_the_fit() -> None:
         else row
         for row in rows
     ]
-    before, after = (check_rows(each, where="here") for each in (rows, slower))
-    assert before["coefficients"] == after["coefficients"]
+    before, after = (check_rows(each, run="r", where="here") for each in (rows, slower))
+    assert before.coefficients == after.coefficients
     # 520 predicted ÷ 780 measured − 1 = −1/3 on 4 of 6 rows
-    assert after["held_out"]["median_percentage_error"] == pytest.approx(-100 / 3)
+    assert after.held_out.median_percentage_error == pytest.approx(-100 / 3)
 
 
 def test_a_held_out_split_the_calibration_does_not_cover_is_in_no_other_figure() -> None:
     part = rows_of("04-baseline", {"replay": (500, 544, 0, 300.0)}, 3)
-    found = check_rows([*lab(), *part], where="here")
-    assert found["held_out"]["n"] == 6
-    (entry,) = found["extrapolated"]
-    assert (entry["label"], entry["n"], entry["predicted_low_ms"]) == ("extrapolated", 3, None)
+    found = check_rows([*lab(), *part], run="r", where="here")
+    assert found.held_out.n == 6
+    (entry,) = found.extrapolated
+    assert (entry.label, entry.n, entry.predicted_low_ms) == ("extrapolated", 3, None)
     # 10 + 480 · 510/1024 ms, with nothing for token pairs
-    assert entry["predicted_ms"] == pytest.approx(249.0625)
-    assert "per_pair" in entry["assumed"][0]
+    assert entry.predicted_ms == pytest.approx(249.0625)
+    assert "per_pair" in entry.assumed[0]
 
 
 def test_rows_that_cannot_be_used_are_counted_by_reason() -> None:
@@ -145,39 +146,39 @@ def test_rows_that_cannot_be_used_are_counted_by_reason() -> None:
         {"conn_reused": False},
         {"computed": 264, "host_loaded": 256},
     ]
-    found = check_rows([*lab(), *(make_row(**changed) for changed in bad)], where="here")
-    assert found["left_out"] == {
+    found = check_rows([*lab(), *(make_row(**changed) for changed in bad)], run="r", where="here")
+    assert found.left_out == {
         "warm-up": 1, "incomplete": 1, "token sources unknown": 1, "ledgers disagree": 1,
         "a connection was set up": 1, "bytes of the load unknown": 1,
     }  # fmt: skip
-    assert found["calibration"]["n"] == 18
+    assert found.calibration.n == 18
 
 
 def test_a_run_without_a_tier_has_no_break_even_and_says_why() -> None:
     rows = [row for row in lab() if row.config == "baseline"]
-    found = check_rows(rows, where="here")
-    assert found["held_out"]["n"] == 4
-    assert found["break_even"]["statement"] == "not established: no calibration row loads"
+    found = check_rows(rows, run="r", where="here")
+    assert found.held_out.n == 4
+    assert found.break_even.statement == "not established: no calibration row loads"
 
 
 def test_a_run_without_usable_rows_is_refused_with_its_name() -> None:
     with pytest.raises(InputError, match="the run x has no row to calibrate on"):
-        check_rows([make_row(**failed())], where="the run x")
+        check_rows([make_row(**failed())], run="r", where="the run x")
 
 
 def test_a_run_folder_is_checked_from_its_journals(tmp_path: Path) -> None:
     found = check_folder(write_run(tmp_path))
-    assert found["run"] == "20260101T000000Z-two-docs"
+    assert found.run == "20260101T000000Z-two-docs"
     # 4 sessions × 2 documents cold, and the first and third of 4 tier replays; 4 + 2 held out
-    assert (found["calibration"]["n"], found["held_out"]["n"]) == (10, 6)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert (found.calibration.n, found.held_out.n) == (10, 6)
+    assert LatencyCheck.model_validate_json(json.dumps(found.as_json(), allow_nan=False)) == found
 
 
 def test_the_committed_demo_run_is_predicted_within_a_quarter() -> None:
-    found = check_rows(demo_rows(), where="demo")
-    held_out = found["held_out"]
-    assert held_out["n"] >= 50
-    assert held_out["median_absolute_percentage_error"] < 25
-    assert held_out["n_with_interval"] == held_out["n"]
-    assert held_out["interval_coverage"] > 0.5
-    assert found["break_even"]["sizes"][-1]["load_gb_per_s"] > 0
+    found = check_rows(demo_rows(), run="r", where="demo")
+    held_out = found.held_out
+    assert held_out.n >= 50
+    assert held_out.median_absolute_percentage_error < 25
+    assert held_out.n_with_interval == held_out.n
+    assert held_out.interval_coverage > 0.5
+    assert found.break_even.sizes[-1].load_gb_per_s > 0

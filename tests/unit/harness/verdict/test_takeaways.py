@@ -1,23 +1,27 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.record.folder import RunFolder
 from harness.verdict.publish import publish
-from harness.verdict.takeaways import takeaways
+from harness.verdict.schema import Summary
+from harness.verdict.takeaways import takeaways_of
 from tests.folder import write_run
 
 
 @pytest.fixture
-def summary(tmp_path: Path) -> dict[str, Any]:
+def summary(tmp_path: Path) -> Summary:
     return publish(RunFolder(write_run(tmp_path))).summary
 
 
-def test_each_kind_of_chart_has_a_sentence_with_its_numbers(summary: dict[str, Any]) -> None:
+def sentences(summary: Summary) -> dict[str, str]:
+    return takeaways_of(summary, summary.decision.pass_name, summary.cliff)
+
+
+def test_each_kind_of_chart_has_a_sentence_with_its_numbers(summary: Summary) -> None:
     # 2 documents of 520 tokens; a replay loads 512 of them, in 10 ms instead of 100. The GPU tier
     # has 17 usable blocks of 32; two documents, a tail and the null block are 34.
-    assert takeaways(summary) == {
+    assert sentences(summary) == {
         "ttft": "Median in pass2-replay: 100.0 ms with baseline (n 4), 10.0 ms with lmcache (n 4).",
         "paired": "In pass2-replay, 2 of 2 documents are faster with lmcache in every one of 2 "
         "blocks, 0 slower.",
@@ -30,16 +34,16 @@ def test_each_kind_of_chart_has_a_sentence_with_its_numbers(summary: dict[str, A
 
 
 def test_documents_that_differ_by_block_are_neither_faster_nor_slower(
-    summary: dict[str, Any],
+    summary: Summary,
 ) -> None:
-    summary["passes"]["pass2-replay"]["paired_ratio"]["documents"][0].update(low=0.9)
-    assert "1 of 2 documents are faster" in takeaways(summary)["paired"]
-    assert takeaways(summary)["paired"].endswith("0 slower; the others differ by block.")
+    content = summary.as_json()
+    content["passes"]["pass2-replay"]["paired_ratio"]["documents"][0].update(low=0.9)
+    said = sentences(Summary.model_validate(content))["paired"]
+    assert "1 of 2 documents are faster" in said
+    assert said.endswith("0 slower; the others differ by block.")
 
 
-def test_no_sentence_is_made_from_an_empty_cell(summary: dict[str, Any]) -> None:
-    summary["passes"] = {}
-    summary["cliff"] = None
-    for session in summary["sessions"]:
-        session["spans"] = []
-    assert takeaways(summary) == {}
+def test_no_sentence_is_made_from_an_empty_cell(summary: Summary) -> None:
+    silent = [session.model_copy(update={"spans": []}) for session in summary.sessions]
+    empty = summary.model_copy(update={"passes": {}, "cliff": None, "sessions": silent})
+    assert sentences(empty) == {}
