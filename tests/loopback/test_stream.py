@@ -47,9 +47,18 @@ def ask() -> Iterator[Any]:
         client.close()
 
 
+def entry_of(server: FakeServer, index: int) -> dict[str, Any]:
+    """An entry of the server's ledger, which it writes after the answer's last byte."""
+    until = time.monotonic() + 5
+    while not server.ledger:
+        assert time.monotonic() < until, "the server has recorded no answer"
+        time.sleep(0.005)
+    return server.ledger[index]
+
+
 def server_delay_ms(server: FakeServer, index: int = -1) -> float:
     """From the request's first byte at the server to the write of the first token."""
-    entry = server.ledger[index]
+    entry = entry_of(server, index)
     return float(entry["first_token_ns"] - entry["received_ns"]) / 1e6
 
 
@@ -80,7 +89,7 @@ def test_good_answer_is_complete_with_counts_digest_and_one_request_seen(fake_se
     assert len(result.itl_ms) == 3
     assert result.conn_reused
     assert server.completions_seen() == 1
-    assert server.ledger[0]["request_id"] == "r-1"
+    assert entry_of(server, 0)["request_id"] == "r-1"
 
 
 def test_equal_prompts_give_equal_digests_and_other_output_another(fake_server, ask):
@@ -90,30 +99,54 @@ def test_equal_prompts_give_equal_digests_and_other_output_another(fake_server, 
     assert output_ids(PROMPT, 4) != output_ids(PROMPT, 4, salt="other")
 
 
+def bare_ttft_ms(sock: socket.socket) -> float:
+    """TTFT of one prompt by the least client there can be: a send, and receives up to the token."""
+    body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 2, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    request = head.encode() + b"Content-Type: application/json\r\n\r\n" + body
+    sent, received, stamp = time.perf_counter_ns(), b"", 0
+    sock.sendall(request)
+    while b"[DONE]" not in received or not received.endswith(b"0\r\n\r\n"):
+        received += sock.recv(65536)
+        if not stamp and b"data:" in received:
+            stamp = time.perf_counter_ns()
+    return (stamp - sent) / 1e6
+
+
 # C1, A17: a stopwatch on both ends. Two contrasting profiles: a scaled or shifted clock fits one.
 @pytest.mark.parametrize(
     ("first_ms", "token_ms"), [(2.0, 4.0), (10.0, 0.5)], ids=["short-first", "long-first"]
 )
-def test_median_ttft_error_against_the_servers_own_clock_is_at_most_half_a_millisecond(
+def test_the_stopwatch_adds_at_most_a_quarter_of_a_millisecond_to_a_bare_sockets(
     fake_process, ask, first_ms, token_ms
 ):
     script = always({"first_token_ms": first_ms}, {"token_ms": token_ms})
 
-    def median_error_ms() -> float:
+    def median_error_ms(ttft_ms: list[float], entries: list[dict[str, Any]]) -> float:
+        served = [(e["first_token_ns"] - e["received_ns"]) / 1e6 for e in entries]
+        assert min(served) >= first_ms
+        return statistics.median(abs(a - b) for a, b in zip(ttft_ms, served, strict=True))
+
+    def added_ms() -> float:
         fake = fake_process("--model-name", "m", script=script)
         results = [ask(fake.url, output_tokens=2) for _ in range(110)]
         assert [result.error for result in results] == [None] * 110
-        served = [(e["first_token_ns"] - e["received_ns"]) / 1e6 for e in fake.ledger()]
-        assert len(served) == 110
-        assert min(served) >= first_ms
-        assert statistics.median(r.itl_ms[0] for r in results) >= 0.9 * token_ms
-        return statistics.median(
-            abs(r.ttft_ms - delay) for r, delay in zip(results, served, strict=True)
-        )
+        assert statistics.median(r.total_ms - r.ttft_ms for r in results) >= 0.9 * token_ms
+        port = httpx.URL(fake.url).port
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            bare = [bare_ttft_ms(sock) for _ in range(111)][:110]
+        entries = fake.ledger()  # the last answer's entry may not be written yet
+        assert len(entries) in (220, 221)
+        ours = median_error_ms([r.ttft_ms for r in results], entries[:110])
+        return ours - median_error_ms(bare, entries[110:220])
 
-    # Other work on the machine only adds to the error: one quiet round of five is enough.
-    rounds = (median_error_ms() for _ in range(5))
-    assert any(error_ms <= 0.5 for error_ms in rounds)
+    # How soon a sleeping process wakes is the machine's affair and in both. Other work only adds:
+    # one quiet round of five is enough.
+    rounds: list[float] = []
+    while len(rounds) < 5 and min(rounds, default=1.0) > 0.25:
+        rounds.append(added_ms())
+    assert min(rounds) <= 0.25, rounds
 
 
 # A1: a frame with no text stops the TTFT clock
