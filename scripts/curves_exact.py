@@ -276,7 +276,7 @@ def against_lmcache_simulator(wanted: int) -> Count:
 
 
 def watermark_band(wanted: int) -> Count:
-    """The MP server's band against ``sim.tiers.spec.HostChunks`` (itself equal to LMCache's classes).
+    """The MP server's band against ``sim.tiers.lmcache_mp.HostChunks`` (itself equal to LMCache's classes).
 
     Every request is small against the room above the watermark, as the band asks for.
     """
@@ -354,7 +354,7 @@ CHECKS: dict[str, tuple[Callable[[int], Count], int]] = {
     "curve = LMCache LRUEvictionPolicy": (against_lmcache_policy, 3_000),
     "forward curve = LMCache simulate()": (against_lmcache_simulator, 3_000),
     "partial-tail band holds vLLM BlockPool": (partial_tails_against_block_pool, 3_000),
-    "watermark band holds sim.tiers.spec.HostChunks": (watermark_band, 1_000),
+    "watermark band holds sim.tiers.lmcache_mp.HostChunks": (watermark_band, 1_000),
     "in-process band holds its replay": (in_process_band, 3_000),
 }
 

@@ -10,6 +10,10 @@ UNLIMITED_TOKENS = 2**31
 """Batch size of the fake: every prompt is one prefill step."""
 
 
+PLAYED: tuple[TierKind, ...] = ("lmcache-mp", "lmcache", "native", "simple")
+"""The kinds of host tier it can pretend to have."""
+
+
 @dataclass(frozen=True, slots=True)
 class FakeSpec:
     """The server pretended: sizes as in ``sim.predict.TierSpec``; ``chunk_bytes`` per chunk.
@@ -35,6 +39,11 @@ class FakeSpec:
     kv_offloading_size: str = "None"
     max_model_len: int = 32768
     version: str = "0.32.0"
+
+    def __post_init__(self) -> None:
+        """ValueError for a kind of tier the server was not taught: it would serve another's."""
+        if self.host_kind not in PLAYED:
+            raise ValueError(f"no {self.host_kind!r} is played; known: {', '.join(PLAYED)}")
 
     @property
     def kind(self) -> TierKind | None:

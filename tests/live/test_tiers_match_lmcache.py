@@ -1,4 +1,4 @@
-"""``sim.tiers.spec.HostChunks`` against the installed LMCache's own L1Manager and eviction loop.
+"""``sim.tiers.lmcache_mp.HostChunks`` against the installed LMCache's own L1Manager and eviction loop.
 
 The store, its allocator, the LRU policy and the body of the eviction thread are LMCache's; this
 file plays the server around them: lookup, load, store, end of session, ticks until settled. A

@@ -132,7 +132,6 @@ class CountedTier(ABC):
     ``witness``: a name that its readings have from the first one on, and no other kind's.
     ``vllm_series``, ``host_series``: its counters on vLLM's page and on its own. ``gauges``: of
     either, read live and kept in no journal. ``has_pages``: it has a page of its own.
-    ``package``: the one whose source must export ``host_series``.
     """
 
     witness: str

@@ -125,7 +125,7 @@ def _prompt(
 def _tiers(rng: random.Random, host: HostKind) -> TierSpec:
     block_size = rng.choice([1, 2, 3, 4, 8, 16, 32])
     if host == "lmcache-mp":
-        block_size = max(2, block_size)  # blocks of 1 are refused, see ``sim.tiers.spec.open_host``
+        block_size = max(2, block_size)  # blocks of 1 are refused, see ``sim.tiers.lmcache_mp``
     num_gpu_blocks = rng.choice([3, 5, 8, 13, 24, 40, 80])
     # Not too many steps a prompt: one step costs an engine as much as a whole prompt costs `sim`.
     steps_of = rng.choice([10**6, 10**6, 10**6, block_size, 3 * block_size + 1, 7 * block_size])
