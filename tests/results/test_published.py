@@ -11,7 +11,7 @@ from harness.verdict.publish import publish
 from harness.verdict.schema import ReconcileFile, Summary
 
 RESULTS = Path(__file__).parents[2] / "results"
-DEMO = RESULTS / "20261203T031749Z-demo-8901a276"
+DEMO = RESULTS / "20261203T055042Z-demo-8901a276"
 MATRIX = sorted((RESULTS / "matrix").glob("*-matrix-*"))
 
 
