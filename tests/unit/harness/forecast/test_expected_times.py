@@ -89,7 +89,7 @@ def test_the_duration_counts_starts_pinning_weights_and_requests(look):
     # 5 starts of 75 s; 3 tiers of 1.5 GiB at 0.5 s a GiB; 5 x 3.09 GB of weights at 1 GB/s;
     # about 4 s of requests: 375 + 2.3 + 15.4 + 4 = 397 s.
     estimate = look("lab-1.5b")["estimate"]
-    assert estimate.startswith("about 7 min (5 server starts, 439,265 prompt tokens to compute)")
+    assert estimate.startswith("about 7 min (5 server starts, 439,521 prompt tokens to compute)")
     assert estimate.endswith("an estimate; before it the download of at least 3.1 GB")
 
 
