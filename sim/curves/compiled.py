@@ -67,10 +67,11 @@ def save(tree: PrefixTree, path: Path, *, notes: dict[str, Any] | None = None) -
 
 
 def is_compiled(path: Path) -> bool:
-    """Whether ``path`` looks like a compiled trace (a zip); other traces are text or compressed."""
+    """Whether ``path`` looks like a compiled trace: a zip whose first member says what it is."""
     try:
         with path.open("rb") as file:
-            return file.read(4) == b"PK\x03\x04"
+            header = file.read(39)
+            return header.startswith(b"PK\x03\x04") and header.endswith(b"about.npy")
     except OSError:
         return False
 

@@ -12,15 +12,34 @@ from pathlib import Path
 
 from sim.curves.trace import TraceError
 
-ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+READABLE = ("", ".gz", ".xz")
+"""Endings after ``.json`` or ``.jsonl`` of files that are read."""
+
 STDIN = "-"
+
+_UNREADABLE = (
+    (b"\x28\xb5\x2f\xfd", "zstd", ".zst", "unzstd"),
+    (b"BZh", "bzip2", ".bz2", "bunzip2"),
+    (b"PK\x03\x04", "zip", ".zip", "unzip"),
+    (b"\x04\x22\x4d\x18", "lz4", ".lz4", "unlz4"),
+    (b"7z\xbc\xaf\x27\x1c", "7-Zip", ".7z", "7z x"),
+)  # fmt: skip
+"""What a file packed so begins with, its name, its ending, and what unpacks it."""
+
+# What is in a folder and cannot be read is refused there, not left out of the trace.
+_ENDINGS = tuple(
+    kind + packed
+    for kind in (".json", ".jsonl")
+    for packed in (*READABLE, *(ending for _, _, ending, _ in _UNREADABLE))
+)
+_READ = ", ".join(kind + packed for kind in (".json", ".jsonl") for packed in READABLE)
 
 
 def sources(path: str) -> Iterator[tuple[str, bytes]]:
     """(name, content) of every file of the trace ``path``, in order of name.
 
-    ``-`` is standard input; a folder or tar archive stands for its files that end in ``ENDINGS``.
-    gzip and xz are recognised by content. Raises TraceError for what cannot be read.
+    ``-`` is standard input; a folder or tar archive stands for its files that end in ``.json`` or
+    ``.jsonl``, packed or not. How a file is packed is seen by its content. Raises TraceError for what cannot be read.
     """
     if path == STDIN:
         yield from _unpacked("standard input", sys.stdin.buffer.read())
@@ -28,7 +47,7 @@ def sources(path: str) -> Iterator[tuple[str, bytes]]:
     place = Path(path)
     files = files_of(place)
     if not files:
-        raise TraceError(f"{path}: the folder has no file ending in {', '.join(ENDINGS)}")
+        raise TraceError(f"{path}: the folder has no file ending in {_READ}")
     for file in files:
         yield from _unpacked(str(file), _read(file))
 
@@ -37,7 +56,7 @@ def files_of(place: Path) -> list[Path]:
     """The files ``sources`` reads for ``place``, in order: those of a folder, or itself."""
     if not place.is_dir():
         return [place]
-    return sorted(file for file in place.iterdir() if file.name.endswith(ENDINGS))
+    return sorted(file for file in place.iterdir() if file.name.endswith(_ENDINGS))
 
 
 def expected_bytes(path: str) -> int | None:
@@ -106,11 +125,13 @@ def _unpacked(name: str, content: bytes) -> Iterator[tuple[str, bytes]]:
             content = lzma.decompress(content)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise TraceError(f"{name}: damaged compressed file: {error}") from None
-    if content[:4] == b"PK\x03\x04":
-        raise TraceError(
-            f"{name}: a zip: a compiled trace is read from its own file alone, and other traces "
-            "are plain, .gz, .xz or .tar"
-        )
+    for magic, what, _, unpack in _UNREADABLE:
+        if content.startswith(magic):
+            piped = "; a compiled trace is read from its own file alone" if what == "zip" else ""
+            raise TraceError(
+                f"{name}: packed with {what}, which is not read: unpack it first ({unpack}); read "
+                f"are plain files, gzip, xz and tar{piped}"
+            )
     if content[257:262] == b"ustar":
         yield from _members(name, content)
     else:
@@ -120,7 +141,7 @@ def _unpacked(name: str, content: bytes) -> Iterator[tuple[str, bytes]]:
 def _members(name: str, content: bytes) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            found = [m for m in archive.getmembers() if m.isfile() and m.name.endswith(ENDINGS)]
+            found = [m for m in archive.getmembers() if m.isfile() and m.name.endswith(_ENDINGS)]
             for member in sorted(found, key=lambda m: m.name):
                 file = archive.extractfile(member)
                 assert file is not None
@@ -128,4 +149,4 @@ def _members(name: str, content: bytes) -> Iterator[tuple[str, bytes]]:
     except tarfile.TarError as error:
         raise TraceError(f"{name}: damaged archive: {error}") from None
     if not found:
-        raise TraceError(f"{name}: the archive has no file ending in {', '.join(ENDINGS)}")
+        raise TraceError(f"{name}: the archive has no file ending in {_READ}")

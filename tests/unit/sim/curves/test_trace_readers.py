@@ -1,3 +1,4 @@
+import bz2
 import gzip
 import io
 import json
@@ -195,6 +196,24 @@ def test_compressed_files_and_archives_are_known_by_content(tmp_path: Path) -> N
     assert [len(p) for p in paths(read_trace(str(tmp_path / "tar")))] == [2, 1]  # by name: a, b
 
 
+@pytest.mark.parametrize("packed", [".zst", ".bz2", ".zip"])
+def test_a_packed_file_in_a_folder_is_refused_not_left_out(tmp_path: Path, packed: str) -> None:
+    content = {
+        ".zst": bytes.fromhex("28b52ffd2400"), ".bz2": bz2.compress(b"{}"), ".zip": b"PK\x03\x04",
+    }[packed]  # fmt: skip
+    write(tmp_path / "a.jsonl", MOONCAKE)
+    (tmp_path / f"b.jsonl{packed}").write_bytes(content)
+    with pytest.raises(TraceError, match=rf"b\.jsonl\{packed}: packed with .* unpack it first"):
+        read_trace(str(tmp_path))
+
+
+def test_a_folders_files_may_be_packed_in_the_ways_that_are_read(tmp_path: Path) -> None:
+    line = json.dumps(MOONCAKE).encode() + b"\n"
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(line))
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(line))
+    assert len(read_trace(str(tmp_path)).requests) == 2
+
+
 def test_a_dash_is_standard_input_even_when_it_must_be_read_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -334,7 +353,10 @@ BAD_TEXTS = [
     (b'{"timestamp": 1, "input_length": 1, "hash_ids": [1,]}\n', r"t: not JSON"),
     (b'{"timestamp": 1, "input_length": 1, "hash_ids": [1], "x": "\xff"}\n', r"t: not UTF-8"),
     (b"\x1f\x8b\x08garbage", r"t: damaged compressed file"),
-    (b"PK\x03\x04 a compiled trace, piped", r"t: a zip: a compiled trace is read from its own file"),
+    (b"PK\x03\x04 a compiled trace, piped",
+     r"t: packed with zip, .*\(unzip\); .*; a compiled trace is read from its own file alone"),
+    (bytes.fromhex("28b52ffd2400"), r"t: packed with zstd, which is not read: .*\(unzstd\); read are"),
+    (bz2.compress(b'{"timestamp": 1}\n'), r"t: packed with bzip2, .*\(bunzip2\); .* gzip, xz and tar$"),
 ]  # fmt: skip
 
 
