@@ -84,7 +84,7 @@ def gpu_edge(requests: Sequence[Request], tiers: TierSpec, *, least_blocks: int)
         is_full = _reaches(measured, found, best)
         return _served(measured, prompts, found, nothing, is_full=is_full)
 
-    return _edge(serve, least_blocks, largest)
+    return edge_between(serve, least_blocks, largest)
 
 
 def host_edge(requests: Sequence[Request], tiers: TierSpec, gpu_hits: Sequence[int]) -> Edge:
@@ -120,7 +120,7 @@ def host_edge_of(
         is_full = _reaches(measured, found, best)
         return _served(measured, prompts, hits, found, is_full=is_full)
 
-    return _edge(serve, 0, largest)
+    return edge_between(serve, 0, largest)
 
 
 def least_from(works: Callable[[int], bool], *, guess: int, lowest: int) -> int:
@@ -146,7 +146,7 @@ def least_from(works: Callable[[int], bool], *, guess: int, lowest: int) -> int:
     return enough
 
 
-def _edge(serve: Callable[[int], Served], least: int, largest: int) -> Edge:
+def edge_between(serve: Callable[[int], Served], least: int, largest: int) -> Edge:
     """Evenly spaced sizes of [least, largest], whose last is full, then halving down to the edge.
 
     One less than the edge is not full. A smaller full size may hide between two steps only where

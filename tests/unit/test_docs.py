@@ -1,4 +1,5 @@
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,7 @@ def text(name: str) -> str:
 
 
 def test_what_the_documents_quote_is_what_the_committed_run_and_the_code_say() -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert checked(ROOT) == (0, "")
 
 
 def test_every_finding_code_is_in_the_readme_and_the_readme_names_no_other() -> None:
@@ -76,3 +74,28 @@ def test_every_make_target_in_the_readme_exists() -> None:
 
 def test_ci_runs_the_readmes_test_command() -> None:
     assert "make test" in Path(ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_documents_are_checked_against_the_tree_they_stand_in(tmp_path: Path) -> None:
+    # Not against an installed copy: a description changed in this tree alone makes them stale.
+    names = ("harness", "servers", "sim", "scripts", "README.md")
+    for name in names:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    others = shutil.ignore_patterns("matrix", "*.png")
+    shutil.copytree(ROOT / "results", tmp_path / "results", ignore=others)
+    assert checked(tmp_path) == (0, "")
+    row = tmp_path / "harness" / "record" / "row.py"
+    old = row.read_text(encoding="utf-8")
+    row.write_text(old.replace('description="', 'description="In this tree: ', 1), encoding="utf-8")
+    assert checked(tmp_path) == (
+        1,
+        "out of date: results/README.md\nout of date: results/journal.schema.json\n",
+    )
+
+
+def checked(root: Path) -> tuple[int, str]:
+    """Exit code and stderr of ``docs.py --check`` of the tree at ``root``."""
+    command = [sys.executable, str(root / "scripts" / "docs.py"), "--check"]
+    done = subprocess.run(command, cwd=root.parent, capture_output=True, text=True)
+    return done.returncode, done.stderr

@@ -212,6 +212,9 @@ def test_a_kit_is_packed_over_an_older_or_unfinished_one(tmp_path: Path) -> None
     (work / "steps.json").write_text("{}")
     (work / "site").mkdir()
     check_place(kit, work)
+    (work / "steps.json").unlink()
+    with pytest.raises(KitError, match="nothing was packed in it"):
+        check_place(kit, work)
 
 
 def test_an_lmcache_built_for_another_torch_is_refused_before_anything_is_downloaded(

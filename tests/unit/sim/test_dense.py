@@ -1,6 +1,9 @@
-import pytest
+from pathlib import Path
 
-from servers.tinymodel import CONFIG, _weights
+import pytest
+from safetensors.numpy import load_file
+
+from servers.tinymodel import CONFIG, write_tiny_model
 from sim.dense import DenseShape
 
 QWEN3_8B = {
@@ -24,10 +27,11 @@ def test_parameters_are_those_of_the_published_checkpoints(config, published):
     assert shape.parameters == published
 
 
-def test_parameters_of_the_tiny_model_are_its_weights():
+def test_parameters_of_the_tiny_model_are_its_weights(tmp_path: Path):
     shape = DenseShape.from_config(CONFIG)
     assert shape is not None
-    assert shape.parameters == sum(weight.size for weight in _weights().values())
+    weights = load_file(write_tiny_model(tmp_path) / "model.safetensors")
+    assert shape.parameters == sum(weight.size for weight in weights.values())
 
 
 def test_prefill_multiplies_every_matrix_once_and_every_pair_twice():

@@ -40,6 +40,7 @@ def test_a_miss_evicts_as_many_of_the_oldest_as_it_needs_and_no_more():
     assert cache.used == 9
 
 
+# A73: capacity edges
 def test_an_entry_that_fills_the_capacity_exactly_is_stored():
     cache = filled(10, a=4, b=6)
     assert (cache.keys(), cache.used) == (["a", "b"], 10)
@@ -150,4 +151,8 @@ def test_a_cpu_capacity_of_zero_makes_it_a_one_tier_cache(
 )
 def test_it_imports_from_the_folder_and_from_a_checkout(folder: Path, module: str, tmp_path: Path):
     program = f"import sys; sys.path.insert(0, {str(folder)!r}); from {module} import LRUCache"
-    subprocess.run([sys.executable, "-I", "-S", "-c", program], cwd=tmp_path, check=True)
+    program += "; cache = LRUCache(2); print(cache.access('a', 2), cache.access('a', 2))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("False True\n", "")

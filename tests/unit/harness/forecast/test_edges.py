@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.forecast.edges import Served, _edge, gpu_edge, host_edge, least_from, why_not
+from harness.forecast.edges import Served, edge_between, gpu_edge, host_edge, least_from, why_not
 from sim.predict import TierSpec
 from sim.workload import WorkloadSpec, build_workload
 
@@ -80,14 +80,14 @@ def test_only_measured_requests_decide():
 
 
 def test_an_edge_between_two_steps_is_found_to_the_unit():
-    edge = _edge(lambda n: Served(0, n, 0, is_full=n >= 777), 5, 1205)
+    edge = edge_between(lambda n: Served(0, n, 0, is_full=n >= 777), 5, 1205)
     assert edge.smallest == 777
     assert edge.sizes[776].is_full is False
     assert len(edge.sizes) < 25
 
 
 def test_sizes_that_fall_short_above_the_edge_are_said():
-    edge = _edge(lambda n: Served(0, n, 0, is_full=n >= 50 and n != 75), 0, 300)
+    edge = edge_between(lambda n: Served(0, n, 0, is_full=n >= 50 and n != 75), 0, 300)
     assert edge.smallest == 50
     assert not edge.is_steady
 

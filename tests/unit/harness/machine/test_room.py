@@ -29,11 +29,8 @@ def card(total: int | None) -> Device:
     return Device(Gpu(index=0, uuid="GPU-1", state=GpuState(memory=memory)))
 
 
-def test_a_plan_that_fits_this_box_passes(tmp_path: Path):
-    check_room(experiment(tmp_path))
-
-
 def test_a_host_tier_larger_than_the_memory_stops_the_run_before_anything_starts(tmp_path: Path):
+    check_room(experiment(tmp_path))
     with pytest.raises(LaunchError, match="host tier of 60000 GiB"):
         check_room(experiment(tmp_path, **{"gib = 0.1": "gib = 60000.0"}))
 
@@ -64,7 +61,10 @@ def test_a_mig_instance_counts_with_its_own_memory():
 
 def test_a_card_whose_memory_nobody_tells_is_not_judged():
     check_gpu([card(None)], 10**15)
+    check_gpu([card(8 * GIB), card(None)], 10**15)
     check_gpu([], 10**15)
+    with pytest.raises(MachineError, match=r"has 8\.0 GiB"):
+        check_gpu([card(8 * GIB)], 10**15)
 
 
 def test_a_download_that_does_not_fit_the_hub_cache_is_said_before_it_begins(tmp_path: Path):

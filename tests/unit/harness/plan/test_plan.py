@@ -280,8 +280,13 @@ def test_a_plan_for_the_other_engine_build_is_not_measured_on_this_one(
     check_build(resolved, "gpu" if asked == "gpu" else "cpu")
 
 
-def test_the_scripted_server_needs_no_engine_build() -> None:
-    check_build(make_plan())
+@pytest.mark.parametrize("installed", ["cpu", "gpu"])
+def test_the_scripted_server_runs_beside_any_engine_build(installed: Build) -> None:
+    plan, other = make_plan(), {"cpu": "gpu", "gpu": "cpu"}[installed]
+    check_build(plan, installed)
+    real = plan.model_copy(update={"server": plan.server.model_copy(update={"build": other})})
+    with pytest.raises(MachineError, match=f"the {installed} build is installed"):
+        check_build(real, installed)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -323,15 +324,18 @@ def test_another_connector_than_the_plans_is_an_error_naming_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("make", "changed", "said"),
     [
-        ([tier_row(connector=None)], "connector None in the rows, asked LMCacheMPConnector"),
-        ([make_row(connector="LMCacheMPConnector")], "connector LMCacheMPConnector in the rows"),
-        ([make_row(chunk_tokens=256)], "chunk_tokens 256 in the rows, without a host tier"),
+        (tier_row, {"connector": None}, "connector None in the rows, asked LMCacheMPConnector"),
+        (make_row, {"connector": "LMCacheMPConnector"}, "connector LMCacheMPConnector in the rows"),
+        (make_row, {"chunk_tokens": 256}, "chunk_tokens 256 in the rows, without a host tier"),
     ],
 )
-def test_rows_of_another_server_than_the_plans_are_an_error(rows: list[Row], said: str) -> None:
-    messages = [f.message for f in find(run_of(rows)) if f.code == "servers-unlike-plan"]
+def test_rows_of_another_server_than_the_plans_are_an_error(
+    make: Callable[..., Row], changed: dict[str, Any], said: str
+) -> None:
+    run = run_of([make(**changed)])
+    messages = [f.message for f in find(run) if f.code == "servers-unlike-plan"]
     assert len(messages) == 1
     assert said in messages[0]
 

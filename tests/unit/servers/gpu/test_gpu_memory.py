@@ -96,9 +96,10 @@ def test_a_gpu_that_stops_answering_is_waited_for_until_it_answers_again() -> No
 
 
 def test_a_gpu_that_never_answers_again_is_not_called_busy() -> None:
-    read, _ = reader(states(0), states(None))
+    read, n_asked = reader(states(0), states(None))
     with returned([A], read=read, deadline_s=0.01):
         pass
+    assert n_asked() >= 2
 
 
 def test_without_a_gpu_nothing_is_read() -> None:
