@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from harness.counters.tiers.registry import refused_chunks
 from harness.record.row import Row
 from harness.verdict.reconcile import Reconciled
 from sim.workload import WARMUP_PASS
@@ -213,7 +214,7 @@ def _add_prediction(session: SessionAccount, request: Reconciled) -> None:
 def _add_row(session: SessionAccount, row: Row) -> None:
     session.recorded += 1
     session.connector, session.chunk_tokens = row.connector, row.chunk_tokens
-    session.dropped_chunks += _moved(row, "host_alloc_failed_chunks")
+    session.dropped_chunks += refused_chunks(row.counters_before or {}, row.counters_after or {})
     if not row.is_attributed:
         return
     session.attributed += 1
@@ -224,11 +225,6 @@ def _add_row(session: SessionAccount, row: Row) -> None:
 
 def _is_found_nowhere(row: Row, cold: tuple[str, ...]) -> bool:
     return row.is_attributed and row.pass_name not in cold and row.gpu_hit == row.host_loaded == 0
-
-
-def _moved(row: Row, counter: str) -> int:
-    before, after = row.counters_before or {}, row.counters_after or {}
-    return after.get(counter, 0) - before.get(counter, 0)
 
 
 def _is_client_faster(row: Row) -> bool:

@@ -131,14 +131,23 @@ class CountedTier(ABC):
 
     ``witness``: a name that its readings have from the first one on, and no other kind's.
     ``vllm_series``, ``host_series``: its counters on vLLM's page and on its own. ``gauges``: of
-    either, read live and kept in no journal. ``has_pages``: it has a page of its own.
+    either, read live and kept in no journal. ``state``: our names for live state kept beside the
+    counters, which may go down. ``refused``: its counter of chunks there was no room for, where it
+    has one. ``has_pages``: it has a page of its own.
     """
 
     witness: str
     vllm_series: tuple[Series, ...] = ()
     host_series: tuple[Series, ...] = ()
     gauges: tuple[Series, ...] = ()
+    state: tuple[str, ...] = ()
+    refused: str | None = None
     has_pages: bool = False
+
+    def chunk_bytes(self, counters: Mapping[str, int]) -> int | None:
+        """Bytes of one chunk by a reading's live state; None where that does not tell."""
+        del counters
+        return None
 
     def read(self, pages: HostPages) -> HostReading:
         """One reading of the tier's own page, settled or not; only where ``has_pages``."""

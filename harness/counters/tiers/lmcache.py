@@ -59,6 +59,7 @@ class InProcessCounts(CountedTier):
     late for one request; its gauges are live."""
 
     witness = RESIDENT
+    state = (RESIDENT,)
     gauges = (_RESIDENT, _PINNED, _HEALTHY)
     has_pages = True
 

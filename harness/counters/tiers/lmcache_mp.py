@@ -37,9 +37,6 @@ effort. A live session otherwise ends within milliseconds of the response.
 
 _BUS_DEPTH = gauge("lmcache_mp_event_bus_queue_depth")
 
-STATE = ("host_resident_chunks", "host_used_bytes")
-"""Our names for its live state, from /status; it may go down."""
-
 
 @dataclass(slots=True)
 class ServerRest(Rest):
@@ -85,6 +82,8 @@ class ServerCounts(CountedTier):
     """Chunks found, written, loaded, evicted, refused."""
 
     witness = "host_lookups"
+    state = ("host_resident_chunks", "host_used_bytes")  # of /status
+    refused = "host_alloc_failed_chunks"
     has_pages = True
     gauges = (_BUS_DEPTH,)
     host_series = (
@@ -120,6 +119,13 @@ class ServerCounts(CountedTier):
         """State, bus and counters, in that order."""
         del model_name
         return ServerRest()
+
+    def chunk_bytes(self, counters: Mapping[str, int]) -> int | None:
+        """Bytes in use over chunks resident; chunks being written blur the quotient."""
+        resident, used = (counters.get(name) for name in self.state)
+        if not resident or used is None or used % resident:
+            return None
+        return used // resident
 
     def measured(self, gpu: Measured, moved: Mapping[str, int], unit: Unit) -> Measured:
         """What its lookup found and its store wrote."""
@@ -203,7 +209,8 @@ def _reading(pages: HostPages, state: "ServerState") -> HostReading:
     gauge_value(samples, _BUS_DEPTH, where=pages.where)  # absent: LMCache's metrics are off
     found = counts(samples, ServerCounts.host_series, model_name=None, where=pages.where)
     return HostReading(
-        found | dict(zip(STATE, (state.resident, state.used_bytes), strict=True)), samples
+        found | dict(zip(ServerCounts.state, (state.resident, state.used_bytes), strict=True)),
+        samples,
     )
 
 

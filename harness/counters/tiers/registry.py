@@ -1,22 +1,33 @@
 """The kinds of host tier whose counters are known: a file of this folder each."""
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, assert_never
 
 from harness.counters.errors import CounterError, MissingSeries
 from harness.counters.tiers import lmcache, lmcache_mp, native, simple
 from harness.counters.tiers.base import CountedTier, Measured, Unit
 from servers.series import INFOS, PROCESS_START, VLLM_GAUGES, VLLM_SERIES, Series
-from sim.tiers.settings import TierKind
+from sim.tiers.settings import TIER_KINDS, TierKind
 
-COUNTED: Final[Mapping[TierKind, CountedTier]] = {
-    "lmcache-mp": lmcache_mp.TIER,
-    "lmcache": lmcache.TIER,
-    "native": native.TIER,
-    "simple": simple.TIER,
-}
 
-STATE_NAMES: Final = frozenset({*lmcache_mp.STATE, lmcache.RESIDENT})
+def _counted(kind: TierKind) -> CountedTier:
+    """One line a kind; mypy names a kind that has none."""
+    match kind:
+        case "lmcache-mp":
+            return lmcache_mp.TIER
+        case "lmcache":
+            return lmcache.TIER
+        case "native":
+            return native.TIER
+        case "simple":
+            return simple.TIER
+        case _:
+            assert_never(kind)
+
+
+COUNTED: Final[Mapping[TierKind, CountedTier]] = {kind: _counted(kind) for kind in TIER_KINDS}
+
+STATE_NAMES: Final = frozenset(name for tier in COUNTED.values() for name in tier.state)
 """Live state kept beside the counters; it may go down."""
 
 ALL_SERIES: Final[tuple[Series, ...]] = (
@@ -61,12 +72,11 @@ def with_tier(
     needed = (s.name for s in (*tier.vllm_series, *tier.host_series) if s.presence == "lazy")
     if missing := sorted(name for name in needed if name not in moved):
         raise MissingSeries(f"{', '.join(missing)} not among the counters of a {kind} tier")
-    unit = Unit(chunk_tokens, _chunk_bytes(after) or chunk_bytes)
+    unit = Unit(chunk_tokens, tier.chunk_bytes(after) or chunk_bytes)
     return tier.measured(gpu, moved, unit)
 
 
-def _chunk_bytes(counters: Mapping[str, int]) -> int | None:
-    resident, used = counters.get("host_resident_chunks"), counters.get("host_used_bytes")
-    if not resident or used is None or used % resident:  # chunks being written blur the quotient
-        return None
-    return used // resident
+def refused_chunks(before: Mapping[str, int], after: Mapping[str, int]) -> int:
+    """Chunks a tier found no room for between two readings; 0 where it counts none."""
+    names = (tier.refused for tier in COUNTED.values() if tier.refused)
+    return sum(after.get(name, 0) - before.get(name, 0) for name in names)
