@@ -7,11 +7,12 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import InputError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 # In the words of TOML and JSON, where pydantic speaks of Python's types.
 _MESSAGES = {
@@ -71,7 +72,7 @@ def load_json(text: bytes, *, where: str) -> Any:
         raise InputError(f"{where}: not valid JSON: {error}") from None
 
 
-def describe_invalid(error: ValidationError) -> str:
+def describe_invalid(error: "ValidationError") -> str:
     """One problem of a validation error as ``field: message, got value``: a misspelt field first."""
     problems = error.errors(include_url=False)
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])

@@ -2,7 +2,6 @@
 
 import tomllib
 import typing
-from importlib import resources
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -11,21 +10,14 @@ from harness.errors import InputError
 from harness.files import describe_invalid
 from harness.plan.checks import impossible
 from harness.plan.plan import Plan
-
-
-def preset_names() -> list[str]:
-    """Names of the plans that come with kvcliff."""
-    folder = resources.files("harness") / "presets"
-    return sorted(
-        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
-    )
+from harness.plan.presets import preset_file, preset_names
 
 
 def load_plan(name_or_path: str) -> Plan:
     """The preset or plan file called ``name_or_path``; InputError names file, field and value."""
-    if name_or_path in preset_names():
-        source = resources.files("harness") / "presets" / f"{name_or_path}.toml"
-        return parse_plan(source.read_bytes(), where=f"preset {name_or_path}")
+    preset = preset_file(name_or_path)
+    if preset is not None:
+        return parse_plan(preset.read_bytes(), where=f"preset {name_or_path}")
     return read_plan(Path(name_or_path))
 
 

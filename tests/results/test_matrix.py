@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness.plan.experiment import Experiment
-from harness.plan.files import preset_names, read_plan
+from harness.plan.files import read_plan
+from harness.plan.presets import preset_names
 from harness.record.folder import RunFolder
 from harness.record.row import Row
 from harness.verdict.findings import find

@@ -6,8 +6,9 @@ import pytest
 from harness.errors import InputError, MachineError
 from harness.measure.create import predicted_rows
 from harness.plan.experiment import check_build, resolve
-from harness.plan.files import load_plan, parse_plan, preset_names
+from harness.plan.files import load_plan, parse_plan
 from harness.plan.plan import planned_keys
+from harness.plan.presets import preset_names
 from servers.arms import Arm, Build
 from sim.tiers.settings import TIER_KINDS, TierKind
 from tests.factory import PLAN_TOML, make_plan

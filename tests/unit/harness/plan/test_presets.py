@@ -11,7 +11,8 @@ import pytest
 from harness import cli
 from harness.forecast.preview import preview
 from harness.plan.experiment import resolve
-from harness.plan.files import load_plan, preset_names
+from harness.plan.files import load_plan
+from harness.plan.presets import preset_names
 
 GPU_PRESETS = ["big-8b", "gpu-control", "guide-0.6b", "host-cliff", "lab-1.5b"]
 Look = Callable[[str], dict[str, Any]]

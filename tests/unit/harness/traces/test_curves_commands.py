@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from harness.charting import HEIGHT, save
+from harness.cli import COMMANDS, command_line
 from harness.errors import InputError
 from harness.report.chart_specs import sources_spec
 from harness.traces import plots
-from harness.traces.cli import add_to
 from harness.traces.compile import compile_trace
 from harness.traces.convert import convert_trace
 from harness.traces.curve import read_measured, run_curve
@@ -567,8 +566,7 @@ def test_a_plot_of_another_kind_or_of_nothing_is_refused(loaded: Loaded, tmp_pat
 @pytest.fixture
 def kvcliff(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """The trace commands as they are typed; returns what they print on stdout, read as JSON."""
-    app = typer.Typer()
-    add_to(app)
+    app = command_line(COMMANDS)
 
     def answer(*words: str) -> Any:
         app(args=[*words, "--json"], standalone_mode=False)

@@ -4,7 +4,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from harness.traces.arguments import spread_out
+from harness.commands.arguments import spread_out
 
 
 @dataclass(frozen=True, slots=True)

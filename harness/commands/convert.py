@@ -1,0 +1,48 @@
+"""``kvcliff convert``: a trace written for another tool."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.commands.arguments import AsJson
+from harness.commands.trace_arguments import (
+    ModelArguments,
+    TraceArguments,
+    inputs_of,
+    model_config,
+    show_answer,
+    trace_options,
+)
+
+
+def convert(
+    source: TraceArguments,
+    output: Annotated[Path, typer.Argument(help="File to write.")],
+    *,
+    target: Annotated[str, typer.Option("--to", help="lmcache or mooncake.")] = "lmcache",
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a written chunk.", min=1)
+    ] = None,
+    size: ModelArguments,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trace for another tool."""
+    from harness.files import check_outputs
+    from harness.traces.convert import convert_trace
+    from harness.traces.tables import ReadProgress
+
+    folder = model_config(size.model)
+    check_outputs([output], inputs_of(source.trace, folder))
+    with ReadProgress() as reading:
+        content = convert_trace(
+            source.trace,
+            output,
+            target,
+            trace_options(source),
+            chunk_tokens=chunk_tokens,
+            model=folder,
+            kv_dtype=size.kv_dtype,
+            progress=reading.told,
+        )
+    show_answer(content, as_json=as_json)

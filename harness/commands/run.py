@@ -1,0 +1,96 @@
+"""``kvcliff run``: measure a plan, or what is missing of it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness import console
+from harness.commands.arguments import RESULTS, DummyWeights, PlanOrDemo
+from harness.commands.derived import show_summary
+from harness.commands.plan import cache_folder, resolve_plan
+from harness.errors import InputError
+
+if TYPE_CHECKING:
+    from harness.plan.experiment import Experiment
+    from harness.record.folder import RunFolder
+
+
+def run(
+    plan: PlanOrDemo = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run folders.  [default: results]", show_default=False),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Measure only what is missing in this run folder."),
+    ] = None,
+    end_leftovers: Annotated[
+        bool,
+        typer.Option(
+            "--end-leftovers", help="End servers a killed run left behind without asking."
+        ),
+    ] = False,
+    dummy_weights: DummyWeights = False,
+) -> None:
+    """Measure a plan on fresh servers, then report."""
+    from harness.machine.leftovers import deal_with_leftovers, one_at_a_time
+    from harness.machine.room import check_room
+    from harness.measure.create import create_run
+    from harness.measure.session import write_ttft
+    from harness.plan.experiment import check_build
+
+    if resume and (plan or results or dummy_weights):
+        raise InputError(
+            "--resume goes on with its run's own plan and folder",
+            hint="leave out PLAN and --results, and --dummy-weights",
+        )
+    results = resume.absolute().parent if resume else results or RESULTS
+    deal_with_leftovers(results, end=end_leftovers)
+    cache = cache_folder()
+    if resume:
+        begun, experiment = _resumed(resume, cache)
+    else:
+        begun = None
+        experiment = resolve_plan(plan or "demo", cache, dummy_weights=dummy_weights)
+    check_build(experiment.plan)
+    with one_at_a_time(cache):  # before there is a folder: a refused run leaves none
+        check_room(experiment)
+        folder = begun or create_run(experiment, results)
+        _measure(experiment, folder, cache)
+    write_ttft(folder)
+    failed = show_summary(folder)
+    console.say(f"run folder: {folder.path}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def _measure(experiment: "Experiment", folder: "RunFolder", cache: Path) -> None:
+    from harness.measure.progress import RunProgress
+    from harness.measure.session import run_sessions
+
+    console.say(f"run folder: {folder.path}")
+    try:
+        with folder.lock(), RunProgress(experiment) as progress:
+            run_sessions(experiment, folder, cache_dir=cache, progress=progress)
+    except KeyboardInterrupt:
+        console.say(f"interrupted; go on with: kvcliff run --resume {folder.path}")
+        raise
+
+
+def _resumed(path: Path, cache: Path) -> "tuple[RunFolder, Experiment]":
+    from harness.plan.experiment import resolve
+    from harness.plan.files import read_plan
+    from harness.record.folder import PLAN_FILE, RunFolder
+
+    folder = RunFolder(path)
+    folder.check_seals()
+    manifest = folder.read_manifest()
+    experiment = resolve(read_plan(path / PLAN_FILE), cache_dir=cache)
+    if experiment.plan_id != manifest["plan_id"]:
+        raise InputError(
+            f"{path} was begun as {manifest['plan_id']}, on this machine its plan is "
+            f"{experiment.plan_id}: the model or this kvcliff is another one",
+            hint="resume it where and with what it was begun, or start a new run",
+        )
+    return folder, experiment

@@ -1,0 +1,13 @@
+"""``kvcliff summarize``: the tables of a run."""
+
+import typer
+
+from harness.commands.arguments import AsJson, RunPath
+from harness.commands.derived import show_summary
+
+
+def summarize(run: RunPath, as_json: AsJson = False) -> None:
+    """Show the tables of a run."""
+    from harness.record.folder import RunFolder
+
+    raise typer.Exit(1 if show_summary(RunFolder(run), as_json=as_json) else 0)

@@ -1,0 +1,53 @@
+"""``kvcliff surface``: token sources at every pair of GPU and host capacities."""
+
+from typing import Annotated
+
+import typer
+
+from harness.commands.trace_arguments import (
+    LastToken,
+    ModelArguments,
+    OutputArguments,
+    StartArguments,
+    TraceArguments,
+    WarmUp,
+    check_output_files,
+    inputs_of,
+    load_trace,
+    model_config,
+    write_and_show,
+)
+
+
+def surface(
+    source: TraceArguments,
+    *,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPU capacities, as for `curve --at`; one alone plots token sources."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Host capacities, likewise.")] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a host chunk; LMCache's default is 256.")
+    ] = None,
+    last_token: LastToken = False,
+    warm_up: WarmUp = 0.0,
+    starts: StartArguments,
+    size: ModelArguments,
+    outputs: OutputArguments,
+) -> None:
+    """Token sources at every GPU x host capacity."""
+    from harness.traces.plots import surface_chart
+    from harness.traces.serving import Serving
+    from harness.traces.surface import run_surface
+
+    model = model_config(size.model)
+    check_output_files(outputs, inputs_of(source.trace, model))
+    run = run_surface(
+        load_trace(source, starts, model, size.kv_dtype),
+        Serving(last_token=last_token, warm_up=warm_up),
+        gpu=gpu,
+        host=host,
+        chunk_tokens=chunk_tokens,
+    )
+    write_and_show(run.json, lambda: surface_chart(run), outputs)
