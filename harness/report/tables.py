@@ -9,10 +9,9 @@ from rich.table import Table
 from harness.console import _printable, err, out, say, table_of
 from harness.report.compare import Comparison, comparison_rows
 from harness.report.watch import View
-from harness.verdict.findings import Finding
 from harness.verdict.latency_result import LatencyCheck
 from harness.verdict.measured import Cell, Statistics
-from harness.verdict.schema import ReconcileFile
+from harness.verdict.schema import Finding, ReconcileFile
 from harness.vocabulary import SOURCE_WORDS, ms
 
 

@@ -28,6 +28,13 @@ class Found:
             self.first = request
 
     @property
+    def name(self) -> str:
+        """The first one, as messages name it."""
+        assert self.first is not None
+        session, pass_name, doc = self.first.key
+        return f"{session}/{pass_name}/{doc}"
+
+    @property
     def row(self) -> Row:
         """The first one's row; only where what is off is in a row."""
         assert self.first is not None

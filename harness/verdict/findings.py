@@ -1,29 +1,16 @@
-"""What a run's numbers say against it: each finding with its numbers, its cause and a remedy.
-
-An ``error`` is a failed check: the run does not establish what it was made for (exit code 1).
-"""
+"""The checks: what a run's numbers say against it. Their codes and texts are in finding_table."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from harness.plan.labels import CONTROL
+from harness.verdict import finding_table as table
 from harness.verdict.account import Account, Outputs, SessionAccount, account_of
 from harness.verdict.reconcile import Reconciliation
+from harness.verdict.schema import Finding
 from servers.gpu.samples import session_changes, used_uuids
 from servers.tiers.registry import SERVED
 from sim.workload import pass_name
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """``code`` is stable and listed in the README; ``message`` holds the numbers."""
-
-    code: str
-    severity: Literal["error", "warning"]
-    message: str
-    cause: str
-    remedy: str
 
 
 def find(run: Reconciliation) -> list[Finding]:
@@ -39,20 +26,16 @@ def first_pass(run: Reconciliation) -> str:
 def findings_of(run: Reconciliation, account: Account) -> list[Finding]:
     """Every check over what was counted in a walk, errors first."""
     found = [
-        *_missing(run, account),
-        *_failed(account),
-        *_unattributed(account),
-        *_residuals(account),
-        *_cold_hits(account),
+        *_requests(run, account),
         *_treatment(run, account),
         *_outputs(run, account.outputs),
         *_servers(run, account),
         *_gpus(run),
         *_no_effect_possible(run, account),
-        *_ledgers(account),
+        *([table.ledgers_disagree(account.disagreeing)] if account.disagreeing.n else []),
         *_dropped_stores(account),
         *_client(account),
-        *_torn(run),
+        *map(table.torn_journal, run.notes),
     ]
     return sorted(found, key=lambda finding: finding.severity != "error")
 
@@ -62,87 +45,22 @@ def has_failed(findings: Iterable[Finding]) -> bool:
     return any(finding.severity == "error" for finding in findings)
 
 
-def _missing(run: Reconciliation, account: Account) -> Iterator[Finding]:
-    if missing := account.missing.first:
-        yield Finding(
-            "missing-requests",
-            "error",
-            f"{account.missing.n} of {account.planned} planned requests have no row, first "
-            f"{_name(missing.key)}",
-            "the run was interrupted, or a journal was removed",
-            f"kvcliff run --resume {run.folder} measures the sessions that are not complete, whole",
-        )
-    if unpredicted := account.unpredicted.first:
-        yield Finding(
-            "missing-predictions",
-            "error",
-            f"{account.unpredicted.n} of {account.planned} planned requests have no prediction, "
-            f"first {_name(unpredicted.key)}",
-            "prediction.jsonl was changed after the run began, or is another run's",
-            "restore it: a prediction made after the measurement proves nothing",
-        )
-    if unplanned := account.unplanned.first:
-        yield Finding(
-            "unplanned-requests",
-            "error",
-            f"{account.unplanned.n} rows or predictions belong to no planned request, first "
-            f"{_name(unplanned.key)}",
-            "journals, predictions or plan.toml of another run in this folder",
-            "keep only the files this run wrote",
-        )
-
-
-def _failed(account: Account) -> Iterator[Finding]:
+def _requests(run: Reconciliation, account: Account) -> Iterator[Finding]:
+    """What is off with single requests, each kind told by how many and the first."""
+    if account.missing.n:
+        yield table.missing_requests(account.missing, planned=account.planned, folder=run.folder)
+    if account.unpredicted.n:
+        yield table.missing_predictions(account.unpredicted, planned=account.planned)
+    if account.unplanned.n:
+        yield table.unplanned_requests(account.unplanned)
     if account.failed.n:
-        row = account.failed.row
-        yield Finding(
-            "failed-requests",
-            "error",
-            f"{account.failed.n} of {account.recorded} requests are incomplete, first "
-            f"{_name(row.key)}: {row.error}",
-            "the server answered with an error, too few tokens or not at all",
-            "read the session's server log; failed rows count in no median",
-        )
-
-
-def _unattributed(account: Account) -> Iterator[Finding]:
+        yield table.failed_requests(account.failed, recorded=account.recorded)
     if account.unattributed.n:
-        row = account.unattributed.row
-        yield Finding(
-            "unattributed-requests",
-            "error",
-            f"{account.unattributed.n} of {account.recorded} requests have unknown token sources, "
-            f"first {_name(row.key)}: {row.unattributed}",
-            "other traffic on the server, a counter that is missing, or a server that never settled",
-            "give the servers to this run alone; raise deadlines.settle_s if the machine is slow",
-        )
-
-
-def _residuals(account: Account) -> Iterator[Finding]:
+        yield table.unattributed_requests(account.unattributed, recorded=account.recorded)
     if off := account.residual.first:
-        residual = off.residual or {}
-        parts = ", ".join(f"{name} {value:+d}" for name, value in residual.items() if value)
-        yield Finding(
-            "residual",
-            "error",
-            f"{account.residual.n} of {account.requests} requests differ from their prediction, "
-            f"first {_name(off.key)}: {parts} (measured − predicted)",
-            "the engines cached or moved something else than sim/tiers/spec.py models of these versions",
-            "compare the versions in manifest.json with the supported ones in the README",
-        )
-
-
-def _cold_hits(account: Account) -> Iterator[Finding]:
+        yield table.residual(account.residual, requests=account.requests, parts=off.residual or {})
     if account.cold_hits.n:
-        row = account.cold_hits.row
-        yield Finding(
-            "cold-hits",
-            "error",
-            f"{account.cold_hits.n} first-time prompts hit a cache, first {_name(row.key)}: "
-            f"{row.gpu_hit} GPU + {row.host_loaded} host tokens",
-            "the caches were not empty, or two documents share a first block",
-            "start from fresh servers (kvcliff does) and change workload.seed",
-        )
+        yield table.cold_hits(account.cold_hits)
 
 
 def _treatment(run: Reconciliation, account: Account) -> Iterator[Finding]:
@@ -152,11 +70,11 @@ def _treatment(run: Reconciliation, account: Account) -> Iterator[Finding]:
             continue
         is_off = seen.stored == 0 or (seen.due > 0 and seen.loaded == 0)
         if not has_host and (seen.stored or seen.loaded):
-            yield _used_host(session, seen.stored, seen.loaded)
+            yield table.baseline_used_host(session, seen)
         if has_host and is_off:
-            yield _tier_off(session, seen.stored, seen.loaded, seen.due)
+            yield table.tier_off(session, seen, is_idle=False)
         elif _is_idle(run, session, seen):
-            yield _tier_idle(session, seen.found_nowhere)
+            yield table.tier_off(session, seen, is_idle=True)
 
 
 def _is_idle(run: Reconciliation, session: str, seen: SessionAccount) -> bool:
@@ -171,68 +89,15 @@ def _is_idle(run: Reconciliation, session: str, seen: SessionAccount) -> bool:
     return plan.workload.document_tokens >= unit and seen.found_nowhere > 0
 
 
-def _tier_idle(session: str, found_nowhere: int) -> Finding:
-    return Finding(
-        "tier-off",
-        "error",
-        f"{session} loaded nothing from its host tier, and {found_nowhere} prompts that came again "
-        "were recomputed whole",
-        "the host tier was not working, or is too small to keep a document until it comes again",
-        "read the session's vLLM and LMCache logs, or raise host.gib",
-    )
-
-
-def _used_host(session: str, stored: int | None, loaded: int) -> Finding:
-    return Finding(
-        "baseline-used-host",
-        "error",
-        f"{session} stored {stored or 0} and loaded {loaded} tokens in a host tier it must not have",
-        "a connector came in through the environment or the plan",
-        "look at the session's argv and env_diff in manifest.json",
-    )
-
-
-def _tier_off(session: str, stored: int | None, loaded: int, due: int) -> Finding:
-    known = "an unknown number of" if stored is None else stored
-    return Finding(
-        "tier-off",
-        "error",
-        f"{session} stored {known} tokens in the host tier and loaded {loaded}; {due} were due",
-        "the host tier was not working: vLLM answers all the same, by recomputing",
-        "read the session's vLLM and LMCache logs for 'unhealthy', 'degraded' or 'Failed'",
-    )
-
-
 def _outputs(run: Reconciliation, outputs: Outputs) -> Iterator[Finding]:
     if run.plan.model.weights == "dummy":
-        yield Finding(
-            "outputs-meaningless",
-            "warning",
-            f"the weights are dummy, so the outputs of {outputs.prompts} prompts say nothing; "
-            "whether the arms answer alike was not checked",
-            "model.weights is dummy: vLLM makes up small numbers, and every token is as likely",
-            "take times and token sources from this run; check outputs in one with real weights",
-        )
+        yield table.outputs_meaningless(outputs)
         return
     if outputs.first_differing:
         name, doc = outputs.first_differing
-        yield Finding(
-            "outputs-differ",
-            "error",
-            f"{outputs.differing} of {outputs.prompts} prompts got different greedy outputs in "
-            f"different sessions, first {name} document {doc}",
-            "cached KV that is not the KV of the prompt, or numerics that depend on the batch",
-            "a tier that is fast and wrong is not a result: compare the arms' engine versions and "
-            "dtype before using these numbers",
-        )
+        yield table.outputs_differ(outputs, pass_name=name, doc=doc)
     if outputs.prompts > 1 and outputs.is_constant:
-        yield Finding(
-            "outputs-constant",
-            "error",
-            f"all {outputs.prompts} prompts got the same output, so equal outputs prove nothing",
-            "dummy weights",
-            "use seeded or real weights",
-        )
+        yield table.outputs_constant(outputs)
 
 
 _EQUAL_FACTS = ("vllm_version", "lmcache_version", "block_size")
@@ -245,7 +110,7 @@ def _servers(run: Reconciliation, account: Account) -> Iterator[Finding]:
     for fact in _EQUAL_FACTS:
         values = {name: f.get(fact) for name, f in facts.items() if f.get(fact) is not None}
         if len(set(values.values())) > 1:
-            yield _differs(fact, values)
+            yield table.servers_differ(fact, values)
     # Baseline and treatment have one capacity between them, every control session another.
     for is_control in (False, True):
         capacity = {
@@ -254,10 +119,12 @@ def _servers(run: Reconciliation, account: Account) -> Iterator[Finding]:
             if (run.arm_of(name) == CONTROL) == is_control
         }
         if len(set(capacity.values())) > 1:
-            yield _differs("num_gpu_blocks", capacity)
+            yield table.servers_differ("num_gpu_blocks", capacity)
     gpus = {name: used_uuids(record) for name, record in _gpu_records(run).items()}
     if len(set(gpus.values())) > 1:
-        yield _differs("the GPU", {name: "+".join(uuids) for name, uuids in gpus.items()})
+        yield table.servers_differ(
+            "the GPU", {name: "+".join(uuids) for name, uuids in gpus.items()}
+        )
 
 
 def _gpus(run: Reconciliation) -> Iterator[Finding]:
@@ -265,13 +132,7 @@ def _gpus(run: Reconciliation) -> Iterator[Finding]:
     records = _gpu_records(run)
     texts = [f"{name}: {text}" for name, record in records.items() for text in record["warnings"]]
     for text in [*texts, *session_changes(records)]:
-        yield Finding(
-            "gpu-throttled",
-            "warning",
-            text,
-            "heat, power supply, or a PCIe link that trained below what card and slot can do",
-            "kvcliff doctor shows the card; cool it, reseat it, and measure again",
-        )
+        yield table.gpu_throttled(text)
 
 
 def _gpu_records(run: Reconciliation) -> dict[str, dict[str, Any]]:
@@ -314,24 +175,7 @@ def _servers_unlike_the_plan(
         if seen.chunk_tokens is not None and connector is None:
             wrong.append(f"chunk_tokens {seen.chunk_tokens} in the rows, without a host tier")
         if wrong:
-            yield Finding(
-                "servers-unlike-plan",
-                "error",
-                f"{session}: {'; '.join(wrong)}",
-                "manifest.json or the journal was changed, or the servers were others",
-                "restore what was changed, or measure the session again",
-            )
-
-
-def _differs(fact: str, values: dict[str, Any]) -> Finding:
-    listed = ", ".join(f"{name} {value}" for name, value in values.items())
-    return Finding(
-        "servers-differ",
-        "error",
-        f"{fact} is not the same in all sessions: {listed}",
-        "the arms differ in more than the host tier",
-        "measure all sessions with one installation and one plan",
-    )
+            yield table.servers_unlike_plan(session, wrong)
 
 
 def _no_effect_possible(run: Reconciliation, account: Account) -> Iterator[Finding]:
@@ -340,82 +184,19 @@ def _no_effect_possible(run: Reconciliation, account: Account) -> Iterator[Findi
         config, loads = run.arm_of(session), seen.predicted_loads
         is_tier = config != CONTROL and bool(run.has_host(session))
         if is_tier and seen.predicted and seen.is_exact and loads == 0:
-            yield Finding(
-                "no-effect-possible",
-                "warning",
-                f"{session} is predicted to load nothing from the host tier",
-                "the working set fits the GPU tier, or the host tier is too small to keep it",
-                "raise workload.documents, lower server.num_gpu_blocks or raise host.gib",
-            )
+            yield table.no_effect_possible(session)
         if config == CONTROL and loads > 0:
-            yield Finding(
-                "control-too-small",
-                "warning",
-                f"{session} is predicted to load {loads} tokens from the host tier",
-                "the control's GPU tier does not hold the working set",
-                "raise control.num_gpu_blocks",
-            )
-
-
-def _ledgers(account: Account) -> Iterator[Finding]:
-    if account.disagreeing.n:
-        row = account.disagreeing.row
-        yield Finding(
-            "ledgers-disagree",
-            "error",
-            f"{account.disagreeing.n} requests are told differently by the servers' own accounts, "
-            f"first {_name(row.key)}: {row.disagreement}",
-            "a load that failed, or a counter of one of them that means something else",
-            "read both server logs around that request; the versions are in manifest.json",
-        )
+            yield table.control_too_small(session, loads=loads)
 
 
 def _dropped_stores(account: Account) -> Iterator[Finding]:
     for session, seen in account.sessions.items():
         if seen.dropped_chunks:
-            yield Finding(
-                "stores-dropped",
-                "warning",
-                f"{session}: LMCache found no room for {seen.dropped_chunks} chunks and stored none "
-                "of their prompts",
-                "the host tier is full and evicts on a timer, never to make room; it may stay "
-                "frozen on the first documents",
-                "raise host.gib until (1 - watermark) x the tier holds one prompt or more",
-            )
+            yield table.stores_dropped(session, chunks=seen.dropped_chunks)
 
 
 def _client(account: Account) -> Iterator[Finding]:
     if account.reconnected.n:
-        yield Finding(
-            "reconnected",
-            "warning",
-            f"{account.reconnected.n} of {account.measured} measured requests opened a new "
-            "connection",
-            "the server closed idle connections between requests",
-            "their TTFT includes the connection set-up; the rows are marked conn_reused false",
-        )
+        yield table.reconnected(account.reconnected, measured=account.measured)
     if account.too_fast.n:
-        row = account.too_fast.row
-        yield Finding(
-            "clocks-disagree",
-            "warning",
-            f"{account.too_fast.n} requests have a client TTFT below the server's own, first "
-            f"{_name(row.key)}: {row.ttft_ms:.1f} < {row.server_ttft_ms:.1f} ms",
-            "the server's clock covers more than the request, or a timer is wrong",
-            "do not use server_ttft_ms of this engine version",
-        )
-
-
-def _torn(run: Reconciliation) -> Iterator[Finding]:
-    for note in run.notes:
-        yield Finding(
-            "torn-journal",
-            "warning",
-            note,
-            "the writer was killed, or the disk was full, in the middle of a record",
-            "kvcliff run --resume measures that session again",
-        )
-
-
-def _name(key: tuple[str, str, int]) -> str:
-    return f"{key[0]}/{key[1]}/{key[2]}"
+        yield table.clocks_disagree(account.too_fast)

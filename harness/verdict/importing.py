@@ -18,11 +18,11 @@ from harness.files import describe_invalid, load_json, numbered_lines, write_jso
 from harness.plan.rule import DecisionSection
 from harness.record.folder import file_digest
 from harness.verdict.decision import decide
+from harness.verdict.finding_table import sessions_assumed
 from harness.verdict.measured import SCHEMA, JsonObject
 from harness.verdict.publish import MOST_LISTED, complete
 from harness.verdict.schema import (
     PassResidual,
-    PublishedFinding,
     ReconcileFile,
     RequestEntry,
     Split,
@@ -327,21 +327,13 @@ def _foreign(line: bytes, where: str) -> ForeignRow:
 
 def _reconciliation(run: str, walk: _Walk) -> ReconcileFile:
     """``reconcile.json`` without a prediction: rows as they are, nothing reconciled."""
-    assumed = PublishedFinding(
-        code="sessions-assumed",
-        severity="warning",
-        message="the rows name no session; the k-th row of a document was taken for the k-th "
-        "session of its arm",
-        cause="the file was not written by kvcliff",
-        remedy="add the field session to every row",
-    )
     return ReconcileFile(
         schema_version=SCHEMA,
         run=run,
         requests_planned=0,
         requests_recorded=walk.groups.total(),
         requests_reconciled=0,
-        findings=[assumed] if walk.is_assumed else [],
+        findings=[sessions_assumed()] if walk.is_assumed else [],
         requests=walk.entries,
         every=walk.every,
         by_pass=[

@@ -19,15 +19,15 @@ from harness.record.folder import RunFolder
 from harness.record.row import PredictedRow, Row
 from harness.verdict.account import Account
 from harness.verdict.decision import Checks, Sizes, decide
-from harness.verdict.findings import Finding, findings_of, first_pass
+from harness.verdict.findings import findings_of, first_pass
 from harness.verdict.measured import SCHEMA, JsonObject, SessionSummary, Span, Statistics
 from harness.verdict.reconcile import Reconciled, Reconciliation, places, reconcile
 from harness.verdict.schema import (
     ENTRY_FIELDS,
     Decision,
+    Finding,
     NotPredicted,
     PassResidual,
-    PublishedFinding,
     ReconcileFile,
     RequestEntry,
     Split,
@@ -83,24 +83,13 @@ def evidence_of(folder: RunFolder) -> Evidence:
         requests_planned=account.planned,
         requests_recorded=account.recorded,
         requests_reconciled=account.reconciled,
-        findings=[published_finding(finding) for finding in findings],
+        findings=findings,
         requests=listed.entries,
         every=listed.every,
         by_pass=_by_pass(account),
         not_predicted=_not_predicted(account),
     )
     return Evidence(_summary(statistics, run, account, findings), reconciliation, findings)
-
-
-def published_finding(finding: Finding) -> PublishedFinding:
-    """A finding as the files have it."""
-    return PublishedFinding(
-        code=finding.code,
-        severity=finding.severity,
-        message=finding.message,
-        cause=finding.cause,
-        remedy=finding.remedy,
-    )
 
 
 class _Listed:

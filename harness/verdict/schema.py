@@ -7,7 +7,7 @@ field with a default is absent from the files where it was not given.
 """
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NewType, TypeVar
 
 from pydantic import Field, ValidationError, field_serializer
 
@@ -17,6 +17,9 @@ from harness.forecast.cliff import Cliff
 from harness.plan.rule import DecisionSection
 from harness.verdict.measured import SCHEMA, JsonObject, Result, Statistics
 
+Code = NewType("Code", str)
+"""Of a row of ``finding_table``, where alone one is made; in a file, perhaps another kvcliff's."""
+Severity = Literal["error", "warning"]
 Verdict = Literal["supported", "not supported", "not decided"]
 
 
@@ -109,11 +112,11 @@ class Split(Result):
     host_loaded: int | None
 
 
-class PublishedFinding(Result):
+class Finding(Result):
     """A check that said something."""
 
-    code: str
-    severity: Literal["error", "warning"]
+    code: Code
+    severity: Severity
     message: str
     cause: str
     remedy: str
@@ -182,7 +185,7 @@ class ReconcileFile(Result):
     requests_reconciled: int = Field(
         description="complete, sources sum to the prompt, every residual 0"
     )
-    findings: list[PublishedFinding] = Field(description="failed checks first")
+    findings: list[Finding] = Field(description="failed checks first")
     requests: list[RequestEntry] = Field(description="in plan order, unplanned ones where found")
     every: int = Field(description="requests lists every such request; 1: all of them")
     by_pass: list[PassResidual] = Field(description="largest residuals per session and pass")
