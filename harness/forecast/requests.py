@@ -11,8 +11,6 @@ Two ways to say a prompt:
 segments one after the other. The token at position p of a segment depends on ``(name, p)`` alone:
 segments of one name are equal as far as the shorter one goes, segments of two names have no token
 in common, and none with a prompt of ids. Two prompts share a prefix as far as their tokens agree
-from servers.tiers.registry import keeps_blocks
-from sim.tiers.registry import model_of
 from the start, so ``[["a", 100], ["b", 50]]`` and ``[["a", 120]]`` share 100 tokens, and
 ``[["a", 50], ["a", 50]]`` and ``[["a", 100]]`` share 50: a segment always starts at position 0.
 

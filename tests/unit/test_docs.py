@@ -1,81 +1,54 @@
+"""README.md, docs/ and the pages beside them: what they quote, name, link and let a reader type."""
+
+import argparse
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from harness.cli import COMMANDS, command_line
 from harness.plan.plan import Plan
+from scripts.gpu_kit import box
 from tests.places import ROOT
+
+GUIDE = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
+"""What a user reads."""
+PAGES = (
+    *GUIDE, "ARCHITECTURE.md", "CONTRIBUTING.md", "DECISIONS.md", "CHANGELOG.md", "tests/FAULTS.md",
+    "results/README.md", "results/LOG.md",
+)  # fmt: skip
+PARSERS: Any = typer.main.get_command(command_line(COMMANDS))
 
 
 def text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
+def section(name: str, heading: str) -> str:
+    return text(name).split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+# --- what is quoted
+
+
 def test_what_the_documents_quote_is_what_the_committed_run_and_the_code_say() -> None:
     assert checked(ROOT) == (0, "")
 
 
-def test_every_field_of_a_plan_is_in_the_readme() -> None:
-    section = text("README.md").split("## Plan files")[1].split("\n## ")[0]
-    fields = {
-        field.alias or name
-        for model in (Plan, *(f.annotation for f in Plan.model_fields.values()))
-        for name, field in getattr(model, "model_fields", {}).items()
-    }
-    assert len(fields) > 20
-    named = set(re.findall(r"`(?:[a-z]+\.)?([a-z_]+)`", section))
-    fields -= {name for name in Plan.model_fields if name in section}
-    assert sorted(fields - named) == []
-
-
-def test_every_command_is_in_the_readme() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "from harness.cli import main; main()", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    commands = re.findall(r"^  ([a-z]+)  ", done.stdout.split("Commands:")[1], re.M)
-    assert len(commands) >= 5
-    for command in commands:
-        assert f"`kvcliff {command}" in text("README.md")
-
-
-def test_every_path_in_the_architecture_exists() -> None:
-    page = text("ARCHITECTURE.md")
-    named = set(re.findall(r"(?:harness|sim|servers|scripts|tests)/[\w./-]*\w/?", page))
-    assert len(named) > 20
-    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
-
-
-@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
-def test_every_linked_file_exists(name: str) -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text(name)) if "://" not in link]
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
-def test_every_make_target_in_the_readme_exists() -> None:
-    targets = set(re.findall(r"^([a-z]+):", text("Makefile"), re.M))
-    named = set(re.findall(r"(?:^|`)make ([a-z]+)", text("README.md"), re.M))
-    assert {"demo", "test", "setup"} <= named <= targets
-
-
-def test_ci_runs_the_readmes_test_command() -> None:
-    assert "make test" in Path(ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
 def test_the_documents_are_checked_against_the_tree_they_stand_in(tmp_path: Path) -> None:
     # Not against an installed copy: a description changed in this tree alone makes them stale.
-    names = ("harness", "servers", "sim", "scripts", "README.md")
-    for name in names:
+    for name in ("harness", "servers", "sim", "scripts", "docs", "README.md"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     others = shutil.ignore_patterns("matrix", "*.png")
     shutil.copytree(ROOT / "results", tmp_path / "results", ignore=others)
-    assert checked(tmp_path) == (0, "")
     row = tmp_path / "harness" / "record" / "row.py"
     old = row.read_text(encoding="utf-8")
     row.write_text(old.replace('description="', 'description="In this tree: ', 1), encoding="utf-8")
@@ -90,3 +63,176 @@ def checked(root: Path) -> tuple[int, str]:
     command = [sys.executable, str(root / "scripts" / "docs.py"), "--check"]
     done = subprocess.run(command, cwd=root.parent, capture_output=True, text=True)
     return done.returncode, done.stderr
+
+
+def test_the_pictures_beside_the_result_are_of_the_run_it_quotes() -> None:
+    readme = text("README.md")
+    (run,) = re.findall(r"<!-- result of (\S+),", readme)
+    assert set(re.findall(r"\(results/([^/)]*)/report-\w+\.png\)", readme)) == {run}
+
+
+# --- what is named
+
+
+def test_every_field_of_a_plan_is_in_the_guide() -> None:
+    page = section("README.md", "Plan files")
+    fields = {
+        field.alias or name
+        for model in (Plan, *(f.annotation for f in Plan.model_fields.values()))
+        for name, field in getattr(model, "model_fields", {}).items()
+    }
+    assert len(fields) > 20
+    named = set(re.findall(r"`(?:[a-z]+\.)?([a-z_]+)`", page))
+    fields -= {name for name in Plan.model_fields if name in page}
+    assert sorted(fields - named) == []
+
+
+def test_every_command_is_in_the_readme() -> None:
+    assert len(COMMANDS) > 10
+    readme = text("README.md")
+    assert [name for name in COMMANDS if f"`kvcliff {name}" not in readme] == []
+
+
+def test_every_path_in_the_architecture_exists() -> None:
+    page = text("ARCHITECTURE.md")
+    named = set(re.findall(r"(?:harness|sim|servers|scripts|tests)/[\w./-]*\w/?", page))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_every_make_target_in_the_guide_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", text("Makefile"), re.M))
+    named = {
+        target
+        for page in PAGES
+        for target in re.findall(r"(?:^|`|make_)make ([a-z]+)(?:$|`| )", text(page), re.M)
+    }
+    assert {"demo", "test", "setup"} <= named <= targets
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    assert "make test" in Path(ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+# --- what is linked
+
+
+def test_the_readme_links_every_page_of_the_guide() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+)", text("README.md")))
+    assert [page for page in GUIDE[1:] if page not in linked] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page: str) -> None:
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text(page)) if "://" not in link]
+    assert [link for link in links if not resolves(page, link)] == []
+
+
+def resolves(page: str, link: str) -> bool:
+    """Whether a relative link of ``page`` leads somewhere, its anchor included."""
+    path, _, anchor = link.partition("#")
+    target = (ROOT / page).parent / path if path else ROOT / page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+def anchors(page: Path) -> set[str]:
+    """The names a Markdown page's headings have in links."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_link_that_leads_nowhere_is_seen() -> None:
+    assert resolves("docs/findings.md", "../README.md#two-commands")
+    assert not resolves("docs/findings.md", "../README.md#no-such-heading")
+    assert not resolves("docs/findings.md", "README.md")
+
+
+# --- what is typed
+
+
+def command_lines(page: str) -> list[str]:
+    """Every command a page shows: lines of its ``sh`` blocks, and ``kvcliff …`` between backticks.
+
+    A block's lines are joined where one ends in a backslash; what follows ``#`` is said, not typed.
+    """
+    content = text(page)
+    blocks = re.findall(r"^```sh\n(.*?)^```", content, re.M | re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    prose = re.sub(r"^```.*?^```", "", content, flags=re.M | re.S)
+    spans = re.findall(r"`((?:\.venv/bin/)?(?:kvcliff|python\S*) [^`]+)`", prose)
+    lines += [span for span in spans if span.split()[1:] not in [[name] for name in COMMANDS]]
+    return [line for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("page", [*GUIDE, "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_command_line_that_is_shown_parses(
+    page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for line in command_lines(page):
+        assert_parses(line, monkeypatch)
+
+
+def assert_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail unless the command that ``line`` starts takes its words."""
+    program, *words = shlex.split(re.sub(r"[\[\]…]", "", line), comments=True)
+    if program.endswith("kvcliff"):
+        name, *rest = words
+        if not name.startswith("-"):
+            PARSERS.commands[name].make_context(
+                name, rest
+            )  # UsageError: no such option, too few words
+    elif "python" in program:
+        assert_script_parses(words, monkeypatch)
+    else:
+        assert program == "make", line
+
+
+class Parsed(Exception):  # noqa: N818
+    """The words of a script were taken."""
+
+
+def assert_script_parses(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script as far as its parser."""
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def stop(*arguments: Any, **named: Any) -> None:
+        _, unknown = parse(*arguments, **named)
+        assert unknown == []
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+    monkeypatch.syspath_prepend(ROOT)
+    is_module = words[0] == "-m"
+    name, *rest = words[1:] if is_module else words
+    monkeypatch.setattr(sys, "argv", [name, *rest])
+    with pytest.raises(Parsed):  # noqa: PT012
+        if name == "kit/box.py":  # what a packed kit's one command calls
+            box.main(rest)
+        elif is_module:
+            runpy.run_module(name, run_name="__main__")
+        else:
+            runpy.run_path(str(ROOT / name), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "kvcliff plan --no-such",
+        "kvcliff compare",
+        "kvcliff curve T --target much",
+        "python scripts/docs.py --no",
+    ],
+)
+def test_a_command_line_that_does_not_parse_is_seen(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises((typer.TyperException, SystemExit, AssertionError)):
+        assert_parses(line, monkeypatch)
+
+
+@pytest.mark.parametrize("page", GUIDE)
+def test_every_block_says_what_it_is_written_in(page: str) -> None:
+    # A command in a block without a language would be typed by readers and parsed by no test.
+    fences = re.findall(r"^```(.*)$", text(page), re.M)
+    assert set(fences[::2]) <= {"sh", "toml", "json", "text"}
+    assert set(fences[1::2]) <= {""}
