@@ -116,11 +116,12 @@ def _result(root: Path, _page: str, run_name: str) -> str:
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     reconciliation = json.loads((run / "reconcile.json").read_text(encoding="utf-8"))
     manifest = RunFolder(run).read_manifest()
-    facts = next(iter(manifest["sessions"].values()))["facts"]
-    lmcache = {s["facts"]["lmcache_version"] for s in manifest["sessions"].values()} - {None}
+    facts = next(iter(manifest.sessions.values())).facts
+    versions = (s.facts.lmcache_version for s in manifest.sessions.values())
+    lmcache = {version for version in versions if version is not None}
     lines = [
         f"Measured by `make demo` in [`results/{run.name}`](results/{run.name}): "
-        f"vLLM {facts['vllm_version']}, LMCache {', '.join(sorted(lmcache))}, {_machine(manifest)}.",
+        f"vLLM {facts.vllm_version}, LMCache {', '.join(sorted(lmcache))}, {_machine(manifest.environment)}.",
         "",
         *_pass_lines(summary),
         "",
@@ -139,10 +140,10 @@ def _result(root: Path, _page: str, run_name: str) -> str:
     return "\n".join(lines)
 
 
-def _machine(manifest: dict[str, Any]) -> str:
-    gpus = manifest["gpus"]
+def _machine(machine: dict[str, Any]) -> str:
+    gpus = machine["gpus"]
     where = f"on {'; '.join(gpus)}" if gpus else "without a GPU"
-    return f"{where}, {manifest['cores']} cores of an {manifest['cpu']}"
+    return f"{where}, {machine['cores']} cores of an {machine['cpu']}"
 
 
 def _pass_lines(summary: dict[str, Any]) -> list[str]:

@@ -144,8 +144,7 @@ def experiment_of(run: RunFolder, cache_dir: Path) -> Experiment:
 def compared(run: RunFolder, experiment: Experiment) -> tuple[Reconciled, ...]:
     """The run's journal beside what the simulator, as it is now, predicts."""
     predictions = predicted_rows(experiment)
-    place = {row.key: i for i, row in enumerate(predictions)}
-    return tuple(join(place, run.rows(), predictions, place=place.get))
+    return tuple(join({row.key: None for row in predictions}, run.rows(), predictions))
 
 
 def caught(mutation: Mutation, runs: Sequence[tuple[RunFolder, Experiment]]) -> dict[str, int]:

@@ -116,22 +116,20 @@ def build_workload(spec: WorkloadSpec) -> Workload:
     first_ids = random.Random(f"{spec.seed}/first").sample(
         range(low, high), spec.documents + spec.warmup_documents
     )
-    requests: list[Request] = []
-    for doc in range(spec.warmup_documents):
-        first_id = first_ids[spec.documents + doc]
-        document = _document(spec, f"warmup/{doc}", first_id, spec.document_tokens, ids)
-        requests.append(_request(spec, "warmup", WARMUP_PASS, doc, document))
     documents = [
         _document(spec, f"doc/{d}", first_ids[d], spec.tokens_of(d), ids)
         for d in range(spec.documents)
     ]
-    for index, order in enumerate(spec.passes):
-        walk = range(spec.documents) if order == "fwd" else reversed(range(spec.documents))
-        for doc in walk:
-            request = _request(spec, "measure", pass_name(index, order), doc, documents[doc])
-            requests.append(request)
-            if spec.questions == "appended":
-                documents[doc] = request.prompt
+    requests: list[Request] = []
+    for name, doc in request_keys(spec):
+        if name == WARMUP_PASS:
+            first_id = first_ids[spec.documents + doc]
+            asked = _document(spec, f"warmup/{doc}", first_id, spec.document_tokens, ids)
+            requests.append(_request(spec, "warmup", name, doc, asked))
+            continue
+        requests.append(_request(spec, "measure", name, doc, documents[doc]))
+        if spec.questions == "appended":
+            documents[doc] = requests[-1].prompt
     _check_distinct(spec, requests)
     return Workload(spec, tuple(requests))
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from harness.plan.files import parse_plan
 from harness.plan.plan import Plan
-from harness.record.row import PredictedRow, Row
+from harness.record.manifest import Manifest
+from harness.record.row import NO_CONNECTOR, SCHEMA, PredictedRow, Row
 from harness.verdict.reconcile import Reconciled, Reconciliation, join
 
 PLAN_TOML = """
@@ -63,12 +64,12 @@ def make_record(**changed: Any) -> dict[str, Any]:
         "prompt_host_loaded": host_loaded or 0,
     }
     has_tier = changed.get("config") in ("lmcache", "control")  # as the plan above has them
-    connector = "LMCacheMPConnector" if has_tier else None
+    connector = "LMCacheMPConnector" if has_tier else NO_CONNECTOR
     ttft = changed.get("ttft_ms")
     first_byte = min(99.5, ttft) if isinstance(ttft, float) else 99.5
     record = {
         "config": "baseline", "connector": connector, "pass": "pass1-cold", "doc": 0, "doc_tokens": 512,
-        "ttft_ms": 100.0, "total_ms": 110.0, "schema": 1, "run": "r", "session": "01-baseline",
+        "ttft_ms": 100.0, "total_ms": 110.0, "schema": SCHEMA, "run": "r", "session": "01-baseline",
         "order": 1, "seq": seq, "phase": "measure", "prompt_tokens": 520, "output_tokens": 2,
         "computed": computed, "gpu_hit": gpu_hit, "host_loaded": host_loaded,
         "loaded_bytes": None, "loaded_source": None, "stored_tokens": None,
@@ -97,6 +98,7 @@ def make_prediction(row: Row, **changed: Any) -> PredictedRow:
     """A prediction that ``row`` meets exactly, unless changed."""
     return PredictedRow.model_validate(
         {
+            "schema": SCHEMA,
             "session": row.session,
             "pass": row.pass_name,
             "doc": row.doc,
@@ -104,7 +106,8 @@ def make_prediction(row: Row, **changed: Any) -> PredictedRow:
             "gpu_hit": row.gpu_hit or 0,
             "host_loaded": row.host_loaded or 0,
             "stored_tokens": row.stored_tokens or 0,
-            "transferred_bytes": row.loaded_bytes or 0,
+            "loaded_bytes": row.loaded_bytes or 0,
+            "why_not": None,
             **changed,
         }
     )
@@ -161,7 +164,14 @@ def run_of(
     sessions = SERVERS if facts is None else {**SERVERS, **facts}
     keys = [p.key for p in expected] if planned is None else planned
     requests = joined(keys, rows, expected)
-    return Reconciliation("run", Path("results/run"), PLAN, {"sessions": sessions}, requests, notes)
+    folder = Path("results/run")
+    return Reconciliation("run", folder, PLAN, manifest_of(sessions), requests, notes)
+
+
+def manifest_of(sessions: dict[str, Any]) -> Manifest:
+    """A manifest with these sessions, as the file has them."""
+    content = {"schema": SCHEMA, "run": "run", "plan_id": "two-docs-1", "sealed": {}}
+    return Manifest.model_validate({**content, "sessions": sessions})
 
 
 def tier_row(**changed: Any) -> Row:
@@ -178,5 +188,4 @@ def tier_row(**changed: Any) -> Row:
 def joined(
     keys: list[tuple[str, str, int]], rows: list[Row], predictions: list[PredictedRow]
 ) -> tuple[Reconciled, ...]:
-    place = {key: i for i, key in enumerate(keys)}
-    return tuple(join(keys, rows, predictions, place=place.get))
+    return tuple(join(keys, rows, predictions))

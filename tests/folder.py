@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.plan.files import parse_plan
-from harness.plan.plan import planned_keys
+from harness.plan.requests import PlannedRequests
+from harness.record.row import SCHEMA
 from tests.factory import PLAN_TOML, make_prediction, make_record, make_row
 
 Ttft = Callable[[int, str, str, int], float]
@@ -37,7 +38,7 @@ def write_run(
     (folder / "plan.toml").write_text(toml, encoding="utf-8")
     sessions: dict[str, list[dict[str, Any]]] = {}
     predictions = []
-    for session, pass_name, doc in planned_keys(parse_plan(toml.encode(), where="plan.toml")):
+    for session, pass_name, doc in PlannedRequests(parse_plan(toml.encode(), where="plan.toml")):
         rows = sessions.setdefault(session, [])
         record = _record(name, session, pass_name, doc, seq=len(rows) + 1, ttft=ttft)
         record = _following(rows[-1] if rows else None, record)
@@ -48,7 +49,7 @@ def write_run(
         (folder / f"journal-{session}.jsonl").write_text(text, encoding="utf-8")
     (folder / "prediction.jsonl").write_text("".join(predictions), encoding="utf-8")
     manifest = {
-        "schema": 1, "run": name, "created": "2026-01-01T00:00:00+00:00", "plan_id": "two-docs-1",
+        "schema": SCHEMA, "run": name, "created": "2026-01-01T00:00:00+00:00", "plan_id": "two-docs-1",
         "kvcliff": "0.1.0", "cpu": "a CPU", "cores": 2, "gpus": None,
         "sessions": {session: _server(session) for session in sessions},
     }  # fmt: skip

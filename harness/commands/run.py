@@ -80,16 +80,15 @@ def _measure(experiment: "Experiment", folder: "RunFolder", cache: Path) -> None
 
 def _resumed(path: Path, cache: Path) -> "tuple[RunFolder, Experiment]":
     from harness.plan.experiment import resolve
-    from harness.plan.files import read_plan
-    from harness.record.folder import PLAN_FILE, RunFolder
+    from harness.record.folder import RunFolder
 
     folder = RunFolder(path)
     folder.check_seals()
     manifest = folder.read_manifest()
-    experiment = resolve(read_plan(path / PLAN_FILE), cache_dir=cache)
-    if experiment.plan_id != manifest["plan_id"]:
+    experiment = resolve(folder.read_plan(), cache_dir=cache)
+    if experiment.plan_id != manifest.plan_id:
         raise InputError(
-            f"{path} was begun as {manifest['plan_id']}, on this machine its plan is "
+            f"{path} was begun as {manifest.plan_id}, on this machine its plan is "
             f"{experiment.plan_id}: the model or this kvcliff is another one",
             hint="resume it where and with what it was begun, or start a new run",
         )

@@ -199,7 +199,7 @@ def predict_file(
     """One row per request line of the file ``requests`` ("-": standard input), as it is read.
 
     A row has ``line`` (1 first) and ``computed, gpu_hit, host_loaded`` (prompt tokens),
-    ``stored_chunks, transferred_chunks`` and ``transferred_bytes`` (host → GPU; null where the
+    ``stored_chunks, loaded_chunks`` and ``loaded_bytes`` (host → GPU; null where the
     spec gives no chunk size in bytes), or else ``line`` and one of:
 
     ``error``: the server cannot serve this request; its tiers stay as they were.
@@ -308,8 +308,8 @@ def _counts(
         "gpu_hit": prediction.split.gpu_hit,
         "host_loaded": prediction.split.host_loaded,
         "stored_chunks": prediction.stored_chunks,
-        "transferred_chunks": prediction.loaded_chunks,
-        "transferred_bytes": moved_bytes,
+        "loaded_chunks": prediction.loaded_chunks,
+        "loaded_bytes": moved_bytes,
     }
 
 

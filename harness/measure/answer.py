@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from harness.measure.sse import DONE, Event, SseParser
@@ -22,9 +21,8 @@ class StreamResult:
 
     ``complete``: HTTP 200, an event stream, as many tokens as asked for, finish_reason, ``[DONE]``
     and no error frame. Otherwise ``error`` says what was wrong and ``ttft_ms``, ``total_ms`` are
-    None and ``itl_ms`` is empty. ``total_ms`` ends at the last token event. ``itl_ms``: gaps
-    between token events, in arrival order, one fewer than there are events. ``first_byte_ms``:
-    receipt of the first body byte. ``server_ttft_ms``: vLLM's queue_time_ms plus its
+    None. ``total_ms`` ends at the last token event. ``first_byte_ms``: receipt of the first body
+    byte. ``server_ttft_ms``: vLLM's queue_time_ms plus its
     time_to_first_token_ms, which alone leaves out an LMCache load. ``output_sha256``: of the output
     token ids as a compact JSON list; of the text where the server returns no ids.
     ``sent_unix_ns`` labels the row; nothing is ever subtracted from it.
@@ -33,7 +31,6 @@ class StreamResult:
     ttft_ms: float | None
     total_ms: float | None
     first_byte_ms: float | None
-    itl_ms: tuple[float, ...]
     prompt_tokens: int | None
     output_tokens: int | None
     cached_tokens: int | None
@@ -44,7 +41,6 @@ class StreamResult:
     output_sha256: str | None
     conn_reused: bool
     sent_unix_ns: int
-    response_id: str | None
 
 
 @dataclass(slots=True)
@@ -65,7 +61,7 @@ class Received:
     _parser: SseParser = field(default_factory=SseParser)
     _last_ns: int = 0
 
-    def take(self, packet: bytes, *, now_ns: int) -> None:
+    def add_packet(self, packet: bytes, *, now_ns: int) -> None:
         """Add a packet of the body, received at ``now_ns``. Raises StreamError."""
         self._last_ns = now_ns
         self.first_byte_ns = self.first_byte_ns or now_ns
@@ -80,9 +76,9 @@ class Received:
         self.is_done = self.is_done or any(event.data == DONE for event in events)
 
 
-def judge(answer: Received, *, prompt_tokens: int, output_tokens: int) -> StreamResult:
+def judge_answer(answer: Received, *, prompt_tokens: int, output_tokens: int) -> StreamResult:
     """Decode what arrived and decide whether it is a complete answer to what was asked."""
-    story = _tell(answer.events)
+    story = _story_of(answer.events)
     stamps = story.token_stamps
     error = _http_error(answer) or _stream_error(answer, story)
     error = error or _count_error(story, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
@@ -93,7 +89,6 @@ def judge(answer: Received, *, prompt_tokens: int, output_tokens: int) -> Stream
         ttft_ms=_ms(sent_ns, stamps[0]) if is_timed else None,
         total_ms=_ms(sent_ns, stamps[-1]) if is_timed else None,
         first_byte_ms=_ms(sent_ns, answer.first_byte_ns),
-        itl_ms=tuple((b - a) / 1e6 for a, b in pairwise(stamps)) if is_timed else (),
         prompt_tokens=_count(story.usage.get("prompt_tokens")),
         output_tokens=_count(story.usage.get("completion_tokens")),
         cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
@@ -104,7 +99,6 @@ def judge(answer: Received, *, prompt_tokens: int, output_tokens: int) -> Stream
         output_sha256=story.output_sha256,
         conn_reused=answer.conn_reused,
         sent_unix_ns=answer.sent_unix_ns,
-        response_id=story.response_id,
     )
 
 
@@ -120,7 +114,6 @@ class _Story:
     usage: dict[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
-    response_id: str | None = None
     error: str | None = None
 
     @property
@@ -137,7 +130,7 @@ class _Story:
         return hashlib.sha256(output.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
-def _tell(events: Sequence[tuple[int, Event]]) -> _Story:
+def _story_of(events: Sequence[tuple[int, Event]]) -> _Story:
     story = _Story()
     is_over = False
     for stamp, event in events:
@@ -157,7 +150,7 @@ def _tell(events: Sequence[tuple[int, Event]]) -> _Story:
         elif chunk.get("error") is not None or chunk.get("object") == "error":
             story.error = story.error or f"error frame: {_error_text(chunk)}"
         elif not is_over:  # tokens after [DONE] are not part of the answer, nor of its time
-            _tell_chunk(story, stamp, chunk)
+            _add_chunk(story, stamp, chunk)
     return story
 
 
@@ -194,8 +187,7 @@ def _error_text(chunk: Mapping[str, Any]) -> str:
     return str(text or json.dumps(chunk))[:ERROR_BODY_BYTES]
 
 
-def _tell_chunk(story: _Story, stamp: int, chunk: Mapping[str, Any]) -> None:
-    story.response_id = story.response_id or chunk.get("id")
+def _add_chunk(story: _Story, stamp: int, chunk: Mapping[str, Any]) -> None:
     story.metrics = chunk.get("metrics") or story.metrics
     _merge(story.usage, chunk.get("usage"))
     for choice in chunk.get("choices") or ():

@@ -1,5 +1,6 @@
 """A new run folder: the plan, the predictions and their seals, before anything is measured."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -8,8 +9,9 @@ from harness.files import write_atomically, write_lines
 from harness.machine.facts import machine_facts
 from harness.plan.experiment import Experiment, SessionPlan
 from harness.record.folder import PLAN_FILE, PREDICTION_FILE, RunFolder, file_digest
-from harness.record.row import PREDICTED_NUMBERS, PredictedRow
-from sim.predict import NotPredictable
+from harness.record.manifest import Manifest
+from harness.record.row import SCHEMA, PredictedRow
+from sim.predict import NotPredictable, Prediction
 
 
 def create_run(experiment: Experiment, results: Path) -> RunFolder:
@@ -28,19 +30,15 @@ def create_run(experiment: Experiment, results: Path) -> RunFolder:
     write_lines(
         folder.path / PREDICTION_FILE, (row.to_json() for row in predicted_rows(experiment))
     )
-    folder.write_manifest(
-        {
-            "schema": 1,
-            "created": _now(),
-            "run": folder.name,
-            "plan_id": experiment.plan_id,
-            **facts,
-            "sealed": {
-                name: file_digest(folder.path / name) for name in (PLAN_FILE, PREDICTION_FILE)
-            },
-            "sessions": {},
-        }
-    )
+    sealed = {name: file_digest(folder.path / name) for name in (PLAN_FILE, PREDICTION_FILE)}
+    Manifest(
+        schema_version=SCHEMA,
+        run=folder.name,
+        plan_id=experiment.plan_id,
+        sealed=sealed,
+        sessions={},
+        **{"created": utc_now(), **facts},
+    ).write(folder.path)
     return folder
 
 
@@ -51,30 +49,29 @@ def predicted_rows(experiment: Experiment) -> list[PredictedRow]:
 
 def _predicted(experiment: Experiment, session: SessionPlan) -> list[PredictedRow]:
     requests = experiment.workload_of(session.arm).requests
+    predictions: Sequence[Prediction | None]
     try:
-        predictions = experiment.predictions(session.arm)
+        predictions, why_not = experiment.predictions(session.arm), None
     except NotPredictable as error:
-        unknown = dict.fromkeys(PREDICTED_NUMBERS)
-        return [
-            PredictedRow(session=session.name, pass_name=request.pass_name, doc=request.doc,
-                         why_not=str(error), **unknown)
-            for request in requests
-        ]  # fmt: skip
+        predictions, why_not = [None] * len(requests), str(error)
     chunk_tokens = experiment.plan.host.chunk_tokens
     return [
         PredictedRow(
+            schema_version=SCHEMA,
             session=session.name,
             pass_name=request.pass_name,
             doc=request.doc,
-            computed=prediction.split.computed,
-            gpu_hit=prediction.split.gpu_hit,
-            host_loaded=prediction.split.host_loaded,
-            stored_tokens=prediction.stored_chunks * chunk_tokens,
-            transferred_bytes=prediction.loaded_chunks * experiment.chunk_bytes,
+            computed=found.split.computed if found else None,
+            gpu_hit=found.split.gpu_hit if found else None,
+            host_loaded=found.split.host_loaded if found else None,
+            stored_tokens=found.stored_chunks * chunk_tokens if found else None,
+            loaded_bytes=found.loaded_chunks * experiment.chunk_bytes if found else None,
+            why_not=why_not,
         )
-        for request, prediction in zip(requests, predictions, strict=True)
+        for request, found in zip(requests, predictions, strict=True)
     ]
 
 
-def _now() -> str:
+def utc_now() -> str:
+    """The time in whole seconds, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")

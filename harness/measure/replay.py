@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import httpx
 
@@ -14,7 +13,7 @@ from harness.measure.answer import StreamResult
 from harness.measure.settle import Scraper, Settled
 from harness.measure.stream import complete_prompt
 from harness.record.journal import JournalWriter
-from harness.record.row import SCHEMA, Row
+from harness.record.row import NO_CONNECTOR, SCHEMA, Row
 from sim.tiers.settings import TierKind
 from sim.workload import Request, Workload
 
@@ -157,10 +156,10 @@ def _attribute(
 
 
 def _row(request: Request, context: SessionContext, *, seq: int, outcome: _Outcome) -> Row:
-    result, settled = outcome.result, outcome.settled
+    result, settled, measured = outcome.result, outcome.settled, outcome.measured
+    split = measured.split if measured else None
     return Row(
         config=context.config,
-        connector=context.connector,
         pass_name=request.pass_name,
         doc=request.doc,
         doc_tokens=request.doc_tokens,
@@ -170,13 +169,21 @@ def _row(request: Request, context: SessionContext, *, seq: int, outcome: _Outco
         run=context.run,
         session=context.session,
         order=context.order,
+        connector=context.connector or NO_CONNECTOR,
         seq=seq,
         phase=request.phase,
         prompt_tokens=len(request.prompt),
         output_tokens=result.output_tokens,
-        **_sources(outcome),
+        computed=split.computed if split else None,
+        gpu_hit=split.gpu_hit if split else None,
+        host_loaded=split.host_loaded if split else None,
+        loaded_bytes=measured.loaded_bytes if measured else None,
+        loaded_source=measured.loaded_source if measured else None,
+        stored_tokens=measured.stored_tokens if measured else None,
         chunk_tokens=context.chunk_tokens,
         chunk_bytes=context.chunk_bytes,
+        cached_tokens=result.cached_tokens,
+        disagreement=_disagreement(measured, result.cached_tokens) if measured else None,
         server_ttft_ms=result.server_ttft_ms,
         first_byte_ms=result.first_byte_ms,
         settle_ms=settled.settle_ms,
@@ -192,26 +199,10 @@ def _row(request: Request, context: SessionContext, *, seq: int, outcome: _Outco
     )
 
 
-def _sources(outcome: _Outcome) -> dict[str, Any]:
-    measured = outcome.measured
-    cached = outcome.result.cached_tokens
-    if measured is None:
-        names = ("computed", "gpu_hit", "host_loaded", "loaded_bytes", "loaded_source",
-                 "stored_tokens", "disagreement")  # fmt: skip
-        return {"cached_tokens": cached, **dict.fromkeys(names)}
-    split = measured.split
-    from_caches = split.gpu_hit + split.host_loaded
-    disagreement = measured.disagreement
+def _disagreement(measured: Measured, cached_tokens: int | None) -> str | None:
+    """Where the counters contradict each other, or the answer's own count of cached tokens."""
+    from_caches = measured.split.gpu_hit + measured.split.host_loaded
     # vLLM leaves the answer's count out when it is 0 (prompt_tokens_details, PR #44475).
-    if disagreement is None and cached is not None and cached != from_caches:
-        disagreement = f"the answer says {cached} cached prompt tokens, the counters {from_caches}"
-    return {
-        "computed": split.computed,
-        "gpu_hit": split.gpu_hit,
-        "host_loaded": split.host_loaded,
-        "loaded_bytes": measured.loaded_bytes,
-        "loaded_source": measured.loaded_source,
-        "stored_tokens": measured.stored_tokens,
-        "cached_tokens": cached,
-        "disagreement": disagreement,
-    }
+    if measured.disagreement is None and cached_tokens not in (None, from_caches):
+        return f"the answer says {cached_tokens} cached prompt tokens, the counters {from_caches}"
+    return measured.disagreement

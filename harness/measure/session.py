@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from harness.errors import InputError
 from harness.files import write_lines
-from harness.measure.create import _now
+from harness.measure.create import utc_now
 from harness.measure.replay import SessionContext, replay
 from harness.measure.settle import Scraper
 from harness.measure.stream import open_client
@@ -92,7 +92,7 @@ def _measure(
 ) -> None:
     plan, workload = experiment.plan, experiment.workload_of(session.arm)
     progress.session_starts(session, requests=len(workload.requests))
-    started = _now()
+    started = utc_now()
     with (
         sampled(devices_of(session.arm, os.environ)) as gpu,
         launch(
@@ -116,7 +116,7 @@ def _measure(
         with JournalWriter(folder.journal(session.name)) as journal:
             _replay(workload, running, context=context, journal=journal, on_row=progress.row)
         gpu.mark("end")
-    folder.note_session(session.name, {"ended": _now(), "gpu": gpu.record()})
+    folder.note_session(session.name, {"ended": utc_now(), "gpu": gpu.record()})
 
 
 def _replay(

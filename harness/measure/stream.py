@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from harness.measure.answer import ERROR_BODY_BYTES, Received, StreamResult, judge
+from harness.measure.answer import ERROR_BODY_BYTES, Received, StreamResult, judge_answer
 from harness.measure.bounded_http import BoundedHeadTransport
 from harness.measure.sse import StreamError
 
@@ -64,7 +64,7 @@ def complete_prompt(
         _exchange(client, payload, answer, deadline_s=deadline_s, request_id=request_id)
     except (httpx.HTTPError, StreamError) as fault:
         answer.fault = _describe(fault, answer, deadline_s)
-    return judge(answer, prompt_tokens=len(prompt), output_tokens=output_tokens)
+    return judge_answer(answer, prompt_tokens=len(prompt), output_tokens=output_tokens)
 
 
 def request_body(*, model: str, prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _read(response: httpx.Response, answer: Received, cut_after: Callable[[float
         for packet in response.iter_raw():
             now_ns = time.perf_counter_ns()
             was_done = answer.is_done
-            answer.take(packet, now_ns=now_ns)
+            answer.add_packet(packet, now_ns=now_ns)
             if answer.is_done and not was_done:
                 cut_after(_END_AFTER_DONE_S)
     finally:

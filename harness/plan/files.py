@@ -2,7 +2,9 @@
 
 import tomllib
 import typing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -11,6 +13,8 @@ from harness.files import describe_invalid
 from harness.plan.checks import impossible
 from harness.plan.plan import Plan
 from harness.plan.presets import preset_file, preset_names
+
+Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def load_plan(name_or_path: str) -> Plan:
@@ -21,8 +25,11 @@ def load_plan(name_or_path: str) -> Plan:
     return read_plan(Path(name_or_path))
 
 
-def read_plan(path: Path) -> Plan:
-    """The plan in the file ``path``; InputError when it cannot be read or used."""
+def read_plan(path: Path, *, migrate: Migration = dict) -> Plan:
+    """The plan in the file ``path``; InputError when it cannot be read or used.
+
+    ``migrate``: takes what an earlier kvcliff wrote to what it would write today.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -30,10 +37,10 @@ def read_plan(path: Path) -> Plan:
             f"cannot read the plan {str(path)!r}: {error.strerror}",
             hint=f"give a .toml file, or one of the presets: {', '.join(preset_names())}",
         ) from None
-    return parse_plan(content, where=str(path))
+    return parse_plan(content, where=str(path), migrate=migrate)
 
 
-def parse_plan(content: bytes, *, where: str) -> Plan:
+def parse_plan(content: bytes, *, where: str, migrate: Migration = dict) -> Plan:
     """Parse and check TOML; InputError says what is wrong and where."""
     try:
         written = tomllib.loads(content.decode("utf-8-sig"))
@@ -42,7 +49,7 @@ def parse_plan(content: bytes, *, where: str) -> Plan:
     except ValueError as error:  # not UTF-8, not TOML, or a number of thousands of digits
         raise InputError(f"{where}: not valid TOML: {error}") from None
     try:
-        plan = Plan.model_validate(written)
+        plan = Plan.model_validate(migrate(written))
     except ValidationError as error:
         message = f"{where}: {describe_invalid(error)}"
         raise InputError(message, hint=_accepted(error)) from None

@@ -1,6 +1,5 @@
 """The plan: what is compared, on which workload, in which order, as its file says it."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -12,12 +11,10 @@ from harness.plan.rule import DecisionSection
 from servers.arms import connector_class
 from sim.tiers.settings import DEFAULT_KIND, TIER_KINDS, TierKind
 from sim.workload import (
-    WARMUP_PASS,
     Questions,
     Workload,
     WorkloadSpec,
     build_workload,
-    request_keys,
 )
 
 PLAN_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
@@ -182,16 +179,6 @@ class Plan(_Section):
     def to_toml(self) -> str:
         """The plan as TOML, defaults written out."""
         return tomli_w.dumps(self.model_dump(by_alias=True, exclude_none=True, mode="json"))
-
-
-def planned_keys(plan: Plan) -> Iterator[tuple[str, str, int]]:
-    """Request keys ``(session, pass, doc)`` of a plan, in sending order; no prompt is built."""
-    spec = plan.workload.spec()
-    for order, arm in enumerate(plan.order, start=1):
-        session, documents = session_name(order, arm), documents_of(plan, arm)
-        for name, doc in request_keys(spec):
-            if name == WARMUP_PASS or doc < documents:
-                yield session, name, doc
 
 
 def documents_of(plan: Plan, label: str) -> int:

@@ -6,33 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import InputError
-from harness.files import describe_invalid, load_json, write_json
+from harness.plan.files import read_plan
+from harness.plan.plan import Plan
 from harness.record.journal import walk_journal
+from harness.record.manifest import Manifest, read_manifest
 from harness.record.row import Row
+from harness.record.versions import JsonObject, plan_as_today
 
 PLAN_FILE = "plan.toml"
 PREDICTION_FILE = "prediction.jsonl"
 LEDGER_FILE = "processes.jsonl"
-
-
-class Manifest(BaseModel):
-    """What every reader of ``manifest.json`` relies on; the other fields describe the machine.
-
-    ``sealed``: SHA-256 of the files written before the first measurement and never changed since.
-    """
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    schema_version: Literal[1] = Field(alias="schema")  # history: 1 = first published
-    run: str
-    plan_id: str
-    sealed: dict[str, str]
-    sessions: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +51,13 @@ class RunFolder:
         Torn last lines are said in ``notes``. Raises InputError for a row of another run or another
         session than its file's.
         """
-        run = self.read_manifest()["run"]
+        run = self.read_manifest().run
         for path in self.journals():
             yield from _rows_of(path, run, notes)
 
     def session_rows(self, session: str, notes: list[str] | None = None) -> list[Row]:
         """The rows of one session's journal, as ``rows``."""
-        return list(_rows_of(self.journal(session), self.read_manifest()["run"], notes))
+        return list(_rows_of(self.journal(session), self.read_manifest().run, notes))
 
     def is_being_measured(self) -> bool:
         """Whether another process holds the run's lock; never where the plan is gone."""
@@ -86,7 +71,7 @@ class RunFolder:
 
     def refuse_imported(self) -> None:
         """InputError for a run made by ``kvcliff import``: it has no plan and no journals."""
-        if "imported_from" in self.read_manifest():
+        if self.read_manifest().imported_from is not None:
             raise InputError(
                 f"{self.path} was imported: it has measurements, but no plan and no journals",
                 hint="kvcliff report shows what it has",
@@ -94,7 +79,7 @@ class RunFolder:
 
     def check_seals(self) -> None:
         """InputError when the plan or the predictions are not those the run began with."""
-        for name, digest in self.read_manifest()["sealed"].items():
+        for name, digest in self.read_manifest().sealed.items():
             if file_digest(self.path / name) != digest:
                 raise InputError(
                     f"{self.path / name} was changed after the run began: what was measured no "
@@ -115,30 +100,19 @@ class RunFolder:
                 ) from None
             yield
 
-    def note_session(self, session: str, facts: dict[str, Any]) -> None:
+    def read_manifest(self) -> Manifest:
+        """The run's manifest; InputError when it is missing or not one."""
+        return read_manifest(self.path)
+
+    def read_plan(self) -> Plan:
+        """The plan that was measured; InputError when it cannot be read."""
+        return read_plan(self.path / PLAN_FILE, migrate=plan_as_today)
+
+    def note_session(self, session: str, facts: JsonObject) -> None:
         """Add ``facts`` to what the manifest knows of a session."""
         manifest = self.read_manifest()
-        manifest["sessions"].setdefault(session, {}).update(facts)
-        self.write_manifest(manifest)
-
-    def read_manifest(self) -> dict[str, Any]:
-        """The manifest of a run; InputError when it is missing or not one."""
-        path = self.path / "manifest.json"
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise InputError(
-                f"{self.path} is not a run folder: no readable manifest.json ({error.strerror})"
-            ) from None
-        try:
-            manifest = Manifest.model_validate(load_json(content, where=str(path)))
-        except ValidationError as error:
-            raise InputError(f"{path}: {describe_invalid(error)}") from None
-        return manifest.model_dump(by_alias=True)
-
-    def write_manifest(self, manifest: dict[str, Any]) -> None:
-        """Replace the manifest in one step."""
-        write_json(self.path / "manifest.json", manifest)
+        manifest.add_to_session(session, facts)
+        manifest.write(self.path)
 
 
 def file_digest(path: Path) -> str:

@@ -13,8 +13,10 @@ from pydantic import ValidationError
 
 from harness.errors import InputError
 from harness.files import describe_invalid, load_json, read_lines
+from harness.plan.requests import Key
 from harness.record.audit import _check_sources, _Derived, contradiction
-from harness.record.row import PREDICTED_NUMBERS, SCHEMA, PredictedRow, Row
+from harness.record.row import NUMBERS, PredictedRow, Row
+from harness.record.versions import current
 
 
 class JournalWriter:
@@ -64,12 +66,6 @@ def walk_journal(path: Path, notes: list[str]) -> Iterator[Row]:
     last: Row | None = None
     kept: dict[Any, _Derived] = {}
     for number, row in _records(path, Row, notes):
-        if row.schema_version != SCHEMA:
-            raise InputError(
-                f"{path}, line {number}: schema is {row.schema_version}; this kvcliff reads "
-                f"{SCHEMA}",
-                hint="read it with the kvcliff version that wrote it (manifest.json names it)",
-            )
         if problem := contradiction(row, last):
             raise InputError(f"{path}, line {number}: {problem}")
         _check_sources(path, number, row, kept)
@@ -81,8 +77,8 @@ def walk_predictions(path: Path) -> Iterator[PredictedRow]:
     """The lines of a ``prediction.jsonl``, one at a time; InputError with file, line and field."""
     notes: list[str] = []
     for number, row in _records(path, PredictedRow, notes):
-        missing = [name for name in PREDICTED_NUMBERS if getattr(row, name) is None]
-        if missing and (row.is_exact or len(missing) < len(PREDICTED_NUMBERS)):
+        missing = [name for name in NUMBERS if getattr(row, name) is None]
+        if missing and (row.is_exact or len(missing) < len(NUMBERS)):
             raise InputError(
                 f"{path}, line {number}: {', '.join(missing)} null; either all numbers are, "
                 "and why_not says why, or none"
@@ -95,11 +91,30 @@ def walk_predictions(path: Path) -> Iterator[PredictedRow]:
 Record = TypeVar("Record", Row, PredictedRow)
 
 
+def parse_record(line: bytes, kind: type[Record], *, where: str) -> Record:
+    """One line of any version as a record of today's; InputError says what is wrong with it.
+
+    pydantic's own parser takes a fifth of the time of ``load_json``, but keeps the last of two equal
+    keys; so its answer counts only where there are as many keys as ``":`` in the line. Everything
+    else is read the strict way, an older version above all.
+    """
+    try:
+        record = kind.model_validate_json(line)
+        if line.count(b'":') == _n_keys(record):
+            return record
+    except ValidationError:
+        pass
+    try:
+        return kind.model_validate(current(load_json(line, where=where), kind, where=where))
+    except ValidationError as error:
+        raise InputError(f"{where}: {describe_invalid(error)}") from None
+
+
 def _records(path: Path, kind: type[Record], notes: list[str]) -> Iterator[tuple[int, Record]]:
     """Line number and record, each request key once."""
     once = _Once()
     for number, line in read_lines(path, notes):
-        record = _parsed(line, kind, where=f"{path}, line {number}")
+        record = parse_record(line, kind, where=f"{path}, line {number}")
         if not once.is_new(record.key):
             raise InputError(f"{path}, line {number}: {_before(path, kind, number, record)}")
         yield number, record
@@ -113,7 +128,7 @@ class _Once:
         self._docs: set[int] = set()
         self._left: set[tuple[str, str]] = set()
 
-    def is_new(self, key: tuple[str, str, int]) -> bool:
+    def is_new(self, key: Key) -> bool:
         """False too for a pass that goes on after another one began."""
         walk = key[:2]
         if walk != self._walk:
@@ -130,29 +145,10 @@ class _Once:
 def _before(path: Path, kind: type[Record], number: int, record: Record) -> str:
     """What is wrong with a record that is not new."""
     for earlier, line in read_lines(path, []):
-        if earlier < number and _parsed(line, kind, where=str(path)).key == record.key:
+        if earlier < number and parse_record(line, kind, where=str(path)).key == record.key:
             return f"request {record.key} was recorded before, in line {earlier}"
     session, name, _ = record.key
     return f"pass {name!r} of {session} goes on after another one began"
-
-
-def _parsed(line: bytes, kind: type[Record], *, where: str) -> Record:
-    """One line as a record.
-
-    pydantic's own parser takes a fifth of the time of ``load_json``, but keeps the last of two equal
-    keys; so its answer counts only where there are as many keys as ``":`` in the line, and
-    everything else is read, and refused, the strict way.
-    """
-    try:
-        record = kind.model_validate_json(line)
-        if line.count(b'":') == _n_keys(record):
-            return record
-    except ValidationError:
-        pass
-    try:
-        return kind.model_validate(load_json(line, where=where))
-    except ValidationError as error:
-        raise InputError(f"{where}: {describe_invalid(error)}") from None
 
 
 def _n_keys(record: Row | PredictedRow) -> int:

@@ -1,25 +1,46 @@
-"""What one request measured, and what it was predicted to: one line each."""
+"""What one request measured, and what it was predicted to: one line each.
 
-from typing import Annotated, Literal
+A column is added here. The type checker then names who must say what becomes of it: the replay,
+which fills it; the import, which may not have it; the report, which shows it or not.
+"""
+
+from typing import Annotated, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.files import dump_json
+from harness.plan.requests import Key
 
-SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
+# Of journals and predictions; harness.record.versions has the history and reads the older ones.
+SCHEMA: Final = 2
 
+# No Literal, which would take 2.0 for 2.
+Version = Annotated[int, Field(ge=SCHEMA, le=SCHEMA)]
 
 Tokens = Annotated[int, Field(ge=0)]
-
 
 # 1e9 ms are eleven days: beyond that it is no duration, and sums of such overflow.
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
+NO_CONNECTOR = "none"
+"""``Row.connector`` of a server that runs without a KV connector."""
 
-class Row(BaseModel):
-    """One request. ``None`` means not measured, never zero; times are client-side unless said."""
+
+class Record(BaseModel):
+    """One line of a file; a field that is not known is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+    def to_json(self) -> str:
+        """The record as one line of JSON without the line end; floats keep full precision."""
+        return dump_json(self.model_dump(by_alias=True))
+
+
+class Sample(Record):
+    """What the statistics and the published files read of a request: measured here or imported.
+
+    ``None`` means not measured, never zero; times are client-side.
+    """
 
     config: str = Field(min_length=1, description="arm: baseline, control, or the treatment")
     pass_name: str = Field(alias="pass", min_length=1, description="walk over the documents")
@@ -29,17 +50,13 @@ class Row(BaseModel):
         description="TTFT: request written on an open connection → first token event received"
     )
     total_ms: Milliseconds | None = Field(description="same start → last token event received")
-    schema_version: int = Field(alias="schema", description="version of this record")
-    run: str = Field(description="name of the run folder this row was measured in")
     session: str = Field(description="one server's life, e.g. 02-lmcache")
     order: int = Field(ge=1, description="position of the session in the run, 1 first")
-    connector: str | None = Field(
-        description="KV connector that ran, as vLLM's log names it; null: none"
-    )
     seq: int = Field(ge=1, description="position of the request in its session, 1 first")
     phase: Literal["warmup", "measure"] = Field(description="warm-up rows are never summarized")
-    prompt_tokens: Tokens = Field(description="tokens sent; the server's count must agree")
-    output_tokens: Tokens | None = Field(description="tokens the server says it generated")
+    prompt_tokens: Tokens | None = Field(
+        description="tokens sent; null in imported rows that do not say"
+    )
     computed: Tokens | None = Field(description="prompt tokens prefilled (local_compute)")
     gpu_hit: Tokens | None = Field(description="prompt tokens from the GPU tier (local_cache_hit)")
     host_loaded: Tokens | None = Field(
@@ -48,11 +65,43 @@ class Row(BaseModel):
     loaded_bytes: Tokens | None = Field(
         description="bytes moved host → GPU, whole chunks; null: no host tier, or no way to know"
     )
+    stored_tokens: Tokens | None = Field(description="prompt tokens newly stored in the host tier")
+    settle_ms: Milliseconds | None = Field(description="wait until every counter was final")
+    complete: bool = Field(description="all asked-for tokens, finish_reason and [DONE] arrived")
+    error: str | None = Field(description="why the answer is incomplete")
+    unattributed: str | None = Field(description="why the token sources are null")
+    sent_unix_ns: Tokens = Field(description="wall clock when sent; a label, never subtracted")
+
+    @property
+    def key(self) -> Key:
+        """The request this is of."""
+        return (self.session, self.pass_name, self.doc)
+
+    @property
+    def is_attributed(self) -> bool:
+        """Whether the prompt's token sources were measured."""
+        return self.computed is not None
+
+    def as_sample(self) -> "Sample":
+        """What of it is published: without a row's counters, which take most of its memory."""
+        return Sample.model_construct(**{name: getattr(self, name) for name in Sample.model_fields})
+
+
+class Row(Sample):
+    """One request of a run, with what a check needs to derive every number of it again."""
+
+    schema_version: Version = Field(alias="schema", description="version of this record")
+    run: str = Field(description="name of the run folder this row was measured in")
+    connector: str | None = Field(
+        description="KV connector that ran, as vLLM's log names it; none: the server had none; "
+        "null: not recorded (schema 1)"
+    )
+    prompt_tokens: Tokens = Field(description="tokens sent; the server's count must agree")
+    output_tokens: Tokens | None = Field(description="tokens the server says it generated")
     loaded_source: str | None = Field(
         description="how loaded_bytes was measured: chunks_loaded_counter, lookup_hits, "
         "chunks_times_bytes, kv_offload_load_bytes or load_blocks_times_bytes"
     )
-    stored_tokens: Tokens | None = Field(description="prompt tokens newly stored in the host tier")
     chunk_tokens: Tokens | None = Field(description="host chunk size in tokens; null: no tier")
     chunk_bytes: Tokens | None = Field(description="host chunk size in bytes by the model's shape")
     cached_tokens: Tokens | None = Field(
@@ -65,52 +114,39 @@ class Row(BaseModel):
         description="vLLM's own queue time + time to first token"
     )
     first_byte_ms: Milliseconds | None = Field(description="first byte of the response body")
-    settle_ms: Milliseconds | None = Field(description="wait until every counter was final")
     conn_reused: bool = Field(description="the request went out on a connection already open")
     finish_reason: str | None = Field(description="as the server gave it")
-    complete: bool = Field(description="all asked-for tokens, finish_reason and [DONE] arrived")
-    error: str | None = Field(description="why the answer is incomplete")
-    unattributed: str | None = Field(description="why the token sources are null")
     output_sha256: str | None = Field(description="SHA-256 of the output token ids")
     counters_before: dict[str, int] | None = Field(description="raw counters before the request")
     counters_after: dict[str, int] | None = Field(description="raw counters once settled")
-    sent_unix_ns: Tokens = Field(description="wall clock when sent; a label, never subtracted")
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """Request key ``(session, pass, doc)``, unique in a run."""
-        return (self.session, self.pass_name, self.doc)
-
-    @property
-    def is_attributed(self) -> bool:
-        """Whether the prompt's token sources were measured."""
-        return self.computed is not None
-
-    def to_json(self) -> str:
-        """The row as one line of JSON without the line end; floats keep full precision."""
-        return dump_json(self.model_dump(by_alias=True))
 
 
-PREDICTED_NUMBERS = ("computed", "gpu_hit", "host_loaded", "stored_tokens", "transferred_bytes")
+SampleColumn = Literal[
+    "config", "pass_name", "doc", "doc_tokens", "ttft_ms", "total_ms", "session", "order", "seq",
+    "phase", "prompt_tokens", "computed", "gpu_hit", "host_loaded", "loaded_bytes",
+    "stored_tokens", "settle_ms", "complete", "error", "unattributed", "sent_unix_ns",
+]  # fmt: skip
 
 
-class PredictedRow(BaseModel):
-    """What one request should show, written to ``prediction.jsonl`` before anything is measured."""
+assert set(get_args(SampleColumn)) == Sample.model_fields.keys(), "SampleColumn names all fields"
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
 
-    session: str = Field(description="as in the journal")
-    pass_name: str = Field(alias="pass", description="as in the journal")
-    doc: Tokens = Field(description="as in the journal")
+NUMBERS = ("computed", "gpu_hit", "host_loaded", "stored_tokens", "loaded_bytes")
+"""What is predicted, and what a residual is of; the same names in a row."""
+
+
+class Predicted(Record):
+    """What one request should show; the five numbers are null where ``why_not`` is not."""
+
     computed: Tokens | None = Field(
         description="prompt tokens to be prefilled; null, like the next four: no exact prediction"
     )
     gpu_hit: Tokens | None = Field(description="prompt tokens from the GPU tier")
     host_loaded: Tokens | None = Field(description="prompt tokens from the host tier")
     stored_tokens: Tokens | None = Field(description="prompt tokens newly stored in the host tier")
-    transferred_bytes: Tokens | None = Field(description="bytes moved host → GPU, whole chunks")
+    loaded_bytes: Tokens | None = Field(description="bytes moved host → GPU, whole chunks")
     why_not: str | None = Field(
-        default=None, description="why there is no exact prediction; null where there is one"
+        description="why there is no exact prediction; null where there is one"
     )
 
     @property
@@ -118,11 +154,16 @@ class PredictedRow(BaseModel):
         """Whether the numbers are there."""
         return self.why_not is None
 
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """Request key ``(session, pass, doc)``."""
-        return (self.session, self.pass_name, self.doc)
 
-    def to_json(self) -> str:
-        """The prediction as one line of JSON."""
-        return dump_json(self.model_dump(by_alias=True))
+class PredictedRow(Predicted):
+    """One line of ``prediction.jsonl``, written before anything is measured."""
+
+    schema_version: Version = Field(alias="schema", description="version of this record")
+    session: str = Field(description="as in the journal")
+    pass_name: str = Field(alias="pass", description="as in the journal")
+    doc: Tokens = Field(description="as in the journal")
+
+    @property
+    def key(self) -> Key:
+        """The request this is of."""
+        return (self.session, self.pass_name, self.doc)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from harness.plan.labels import BASELINE, CONTROL
+from harness.record.row import Predicted, Sample
 from harness.report.chart_specs import (
     arm_marks,
     cliff_spec,
@@ -15,7 +16,7 @@ from harness.report.chart_specs import (
     timeline_spec,
     ttft_spec,
 )
-from harness.verdict.schema import ReconcileFile, RequestEntry, Split, Summary
+from harness.verdict.schema import ReconcileFile, RequestEntry, Summary
 from harness.vocabulary import PASS_COLOURS, PHASE_COLOURS, SOURCES, START, STOP, WARMUP, Mark
 
 # All charts of a kind together: a mark costs 0.4 kB in the file and 1 kB of SVG in the browser, so
@@ -115,18 +116,24 @@ def _ttft(
     summary: Summary, reconciliation: ReconcileFile, legend: bool, most: int
 ) -> Iterator[Figure]:
     arms = arms_of(summary)
-    measured = [request for request in reconciliation.requests if request.phase == "measure"]
-    times = [request.ttft_ms for request in measured if request.complete and request.ttft_ms]
+    measured = [
+        (request, request.row)
+        for request in reconciliation.requests
+        if request.row and request.row.phase == "measure"
+    ]
+    times = [row.ttft_ms for _, row in measured if row.complete and row.ttft_ms]
     if not times:
         return
     # One axis for all passes, or a small pass looks like a large one.
     domain = [min(times) / 1.15, max(times) * 1.15]
     for name in summary.passes:
-        requests = [request for request in measured if request.pass_name == name]
+        requests = [(request, row) for request, row in measured if request.pass_name == name]
         first = _first_seqs(requests)
         shown = thinned(requests, max(1, most // len(summary.passes)))
         n_all = _recorded(reconciliation, pass_name=name) or len(requests)
-        values = [_ttft_value(each, first[each.session], domain[0]) for each in shown]
+        values = [
+            _ttft_value(request, row, first[request.session], domain[0]) for request, row in shown
+        ]
         yield Figure(
             _slug("ttft", name), "ttft", name,
             f"TTFT of {len(shown)} requests of {name}, in the order they were sent, by arm; the "
@@ -135,47 +142,41 @@ def _ttft(
         )  # fmt: skip
 
 
-def _first_seqs(requests: Iterable[RequestEntry]) -> dict[str, int]:
+def _first_seqs(requests: Iterable[tuple[RequestEntry, Sample]]) -> dict[str, int]:
     """By session, the position of the first of its ``requests``."""
     first: dict[str, int] = {}
-    for request in requests:
-        seq = request.seq or 0
-        first[request.session] = min(first.get(request.session, seq), seq)
+    for request, row in requests:
+        first[request.session] = min(first.get(request.session, row.seq), row.seq)
     return first
 
 
-def _ttft_value(request: RequestEntry, first_seq: int, foot_ms: float) -> dict[str, Any]:
+def _ttft_value(
+    request: RequestEntry, row: Sample, first_seq: int, foot_ms: float
+) -> dict[str, Any]:
     """One mark. A failed request has no time: it is drawn at the foot of the chart, as a cross."""
-    is_good = bool(request.complete and request.ttft_ms)
+    is_good = bool(row.complete and row.ttft_ms)
     return {
-        "n": (request.seq or 0) - first_seq + 1,
-        "ttft": request.ttft_ms if is_good else foot_ms,
+        "n": row.seq - first_seq + 1,
+        "ttft": row.ttft_ms if is_good else foot_ms,
         "failed": not is_good,
-        "arm": request.config,
-        **_tooltip(request),
-    }
-
-
-def _tooltip(request: RequestEntry) -> dict[str, str]:
-    loaded_bytes = request.loaded_bytes
-    return {
+        "arm": row.config,
         "session": request.session,
         "doc": str(request.doc),
-        "time": "none" if request.ttft_ms is None else f"{request.ttft_ms:,.1f} ms",
-        "split": _split(request.measured),
-        "predicted": _predicted(request),
-        "bytes": "not measured" if loaded_bytes is None else f"{loaded_bytes:,}",
-        "error": request.error or request.unattributed or "none",
+        "time": "none" if row.ttft_ms is None else f"{row.ttft_ms:,.1f} ms",
+        "split": _split(row),
+        "predicted": _predicted(request.predicted),
+        "bytes": "not measured" if row.loaded_bytes is None else f"{row.loaded_bytes:,}",
+        "error": row.error or row.unattributed or "none",
     }
 
 
-def _predicted(request: RequestEntry) -> str:
-    if request.why_not_predicted:
-        return f"no exact prediction: {request.why_not_predicted}"
-    return _split(request.predicted)
+def _predicted(predicted: Predicted | None) -> str:
+    if predicted and predicted.why_not:
+        return f"no exact prediction: {predicted.why_not}"
+    return _split(predicted)
 
 
-def _split(tokens: Split | None) -> str:
+def _split(tokens: Sample | Predicted | None) -> str:
     if tokens is None or tokens.computed is None:
         return "unknown"
     return ", ".join(
@@ -218,16 +219,14 @@ def _sources(
 ) -> Iterator[Figure]:
     for name in (session.session for session in summary.sessions):
         requests = [
-            request
+            (row, request.predicted)
             for request in reconciliation.requests
-            if request.session == name
-            and request.measured
-            and request.measured.computed is not None
+            if request.session == name and (row := request.row) and row.is_attributed
         ]
         if not requests:
             continue
         shown = thinned(requests, max(1, most // len(summary.sessions)))
-        is_predicted = any(each.predicted and not each.why_not_predicted for each in requests)
+        is_predicted = any(predicted and predicted.is_exact for _, predicted in requests)
         below = (
             "predicted below it. Equal shapes mean no residual."
             if is_predicted
@@ -237,24 +236,19 @@ def _sources(
             _slug("sources", name), "sources", name,
             f"Prompt tokens of {len(shown)} requests of session {name} by source: "
             f"measured above the line, {below}",
-            sources_spec(
-                list(_bars(shown)), seqs=[each.seq or 0 for each in shown], legend=legend
-            ),
+            sources_spec(list(_bars(shown)), seqs=[row.seq for row, _ in shown], legend=legend),
             len(shown), _recorded(reconciliation, session=name) or len(requests),
         )  # fmt: skip
 
 
-def _bars(requests: Iterable[RequestEntry]) -> Iterator[dict[str, Any]]:
+def _bars(requests: Iterable[tuple[Sample, Predicted | None]]) -> Iterator[dict[str, Any]]:
     """One bar for each source that gave tokens, measured and predicted."""
-    for request in requests:
-        for kind, split, sign in (
-            ("measured", request.measured, 1),
-            ("predicted", request.predicted, -1),
-        ):
+    for row, predicted in requests:
+        for kind, split, sign in (("measured", row, 1), ("predicted", predicted, -1)):
             for source, tokens in _by_source(split):
                 yield {
-                    "seq": request.seq,
-                    "where": f"{request.pass_name}, document {request.doc}",
+                    "seq": row.seq,
+                    "where": f"{row.pass_name}, document {row.doc}",
                     "source": source,
                     "kind": kind,
                     "tokens": tokens,
@@ -262,7 +256,7 @@ def _bars(requests: Iterable[RequestEntry]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _by_source(split: Split | None) -> Iterator[tuple[str, int]]:
+def _by_source(split: Sample | Predicted | None) -> Iterator[tuple[str, int]]:
     """The sources that gave tokens, in their words."""
     if split is None:
         return
@@ -271,7 +265,7 @@ def _by_source(split: Split | None) -> Iterator[tuple[str, int]]:
             yield source.word, n_tokens
 
 
-def _tokens_of(split: Split) -> tuple[int | None, int | None, int | None]:
+def _tokens_of(split: Sample | Predicted) -> tuple[int | None, int | None, int | None]:
     """The tokens of each of ``SOURCES``."""
     return split.computed, split.gpu_hit, split.host_loaded
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from harness.errors import InputError
 from harness.files import refuse_missing_folder, replacing, write_atomically, write_json
-from harness.plan.files import read_plan
-from harness.record.folder import PLAN_FILE, RunFolder
+from harness.record.folder import RunFolder
 from harness.record.row import Row
 
 FORMS = ("csv", "parquet", "vllm-bench", "llmd")
@@ -38,8 +37,8 @@ def export(run: Path, form: str, out: Path) -> list[Path]:
     folder.refuse_imported()
     if form in ("csv", "parquet"):
         refuse_missing_folder(out)  # before reading for a minute
-    version = str(folder.read_manifest().get("kvcliff"))
-    model = read_plan(run / PLAN_FILE).model.path
+    version = str(folder.read_manifest().environment.get("kvcliff"))
+    model = folder.read_plan().model.path
     writers: dict[str, Callable[[Sequence[Row], Path], list[Path]]] = {
         "csv": _write_csv,
         "parquet": _write_parquet,

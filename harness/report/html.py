@@ -28,6 +28,7 @@ from harness.report.charts import (
     phase_colours,
     thinned,
 )
+from harness.report.columns import request_columns
 from harness.verdict.schema import ReconcileFile, Summary, read_published
 from harness.vocabulary import FAILED, PAGE, REQUEST_SOURCES, SOURCE_WORDS, SOURCES
 from sim.geometry import GIB
@@ -102,6 +103,7 @@ def _render(summary: Summary, reconciliation: ReconcileFile, share: int) -> str:
         span=_span({"s": summary, "r": reconciliation}),
         figures=_by_kind(found),
         requests=shown,
+        columns=request_columns(),
         arms=arms_of(summary).items(),
         failed=FAILED,
         sources=SOURCES,

@@ -6,13 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from harness.errors import InputError
-from harness.files import describe_invalid
-from harness.plan.files import read_plan
-from harness.record.folder import PLAN_FILE, PREDICTION_FILE, RunFolder
-from harness.record.journal import walk_predictions
+from harness.record.folder import PREDICTION_FILE, RunFolder
+from harness.record.journal import parse_record, walk_predictions
 from harness.record.row import Row
 from harness.verdict.measured import Statistics
 from harness.verdict.stats import summarize
@@ -68,15 +63,7 @@ class Tail:
                 self._offset += len(line)
                 self._lines += 1
                 if line.strip():
-                    yield self._row(line)
-
-    def _row(self, line: bytes) -> Row:
-        try:
-            return Row.model_validate_json(line)
-        except ValidationError as error:
-            raise InputError(
-                f"{self.path}, line {self._lines}: {describe_invalid(error)}"
-            ) from None
+                    yield parse_record(line, Row, where=f"{self.path}, line {self._lines}")
 
 
 class Watcher:
@@ -86,8 +73,8 @@ class Watcher:
         """InputError when ``run`` has no plan or prediction, as an imported one."""
         self._folder = RunFolder(run)
         self._folder.refuse_imported()
-        self._plan_id = self._folder.read_manifest()["plan_id"]
-        self._plan = read_plan(run / PLAN_FILE)
+        self._plan_id = self._folder.read_manifest().plan_id
+        self._plan = self._folder.read_plan()
         predictions = walk_predictions(run / PREDICTION_FILE)
         self._planned = Counter(row.session for row in predictions)
         self._tails: dict[Path, Tail] = {}

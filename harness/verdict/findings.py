@@ -1,14 +1,15 @@
 """The checks: what a run's numbers say against it. Their codes and texts are in finding_table."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from harness.plan.labels import CONTROL
+from harness.record.manifest import GpuRecord, ServerFacts
+from harness.record.row import NO_CONNECTOR
 from harness.verdict import finding_table as table
 from harness.verdict.account import Account, Outputs, SessionAccount, account_of
 from harness.verdict.reconcile import Reconciliation
 from harness.verdict.schema import Finding
-from servers.gpu.samples import session_changes, used_uuids
+from servers.gpu.samples import session_changes
 from servers.tiers.registry import SERVED
 from sim.workload import pass_name
 
@@ -104,23 +105,27 @@ _EQUAL_FACTS = ("vllm_version", "lmcache_version", "block_size")
 
 
 def _servers(run: Reconciliation, account: Account) -> Iterator[Finding]:
-    sessions = run.manifest["sessions"]
-    facts = {name: _facts_of(session) for name, session in sessions.items()}
+    facts = {name: session.facts for name, session in run.manifest.sessions.items()}
     yield from _servers_unlike_the_plan(run, account, facts)
     for fact in _EQUAL_FACTS:
-        values = {name: f.get(fact) for name, f in facts.items() if f.get(fact) is not None}
+        values = {
+            name: value for name, f in facts.items() if (value := getattr(f, fact)) is not None
+        }
         if len(set(values.values())) > 1:
             yield table.servers_differ(fact, values)
     # Baseline and treatment have one capacity between them, every control session another.
     for is_control in (False, True):
         capacity = {
-            name: f.get("num_gpu_blocks")
+            name: f.num_gpu_blocks
             for name, f in facts.items()
             if (run.arm_of(name) == CONTROL) == is_control
         }
         if len(set(capacity.values())) > 1:
             yield table.servers_differ("num_gpu_blocks", capacity)
-    gpus = {name: used_uuids(record) for name, record in _gpu_records(run).items()}
+    gpus = {
+        name: tuple(device.uuid for device in gpu.devices)
+        for name, gpu in _gpu_records(run).items()
+    }
     if len(set(gpus.values())) > 1:
         yield table.servers_differ(
             "the GPU", {name: "+".join(uuids) for name, uuids in gpus.items()}
@@ -130,47 +135,43 @@ def _servers(run: Reconciliation, account: Account) -> Iterator[Finding]:
 def _gpus(run: Reconciliation) -> Iterator[Finding]:
     """What the cards did: sessions are not alike on a hot card, or over a link that changed."""
     records = _gpu_records(run)
-    texts = [f"{name}: {text}" for name, record in records.items() for text in record["warnings"]]
-    for text in [*texts, *session_changes(records)]:
+    texts = [f"{name}: {text}" for name, record in records.items() for text in record.warnings]
+    for text in [
+        *texts,
+        *session_changes({name: record.model_dump() for name, record in records.items()}),
+    ]:
         yield table.gpu_throttled(text)
 
 
-def _gpu_records(run: Reconciliation) -> dict[str, dict[str, Any]]:
+def _gpu_records(run: Reconciliation) -> dict[str, GpuRecord]:
     """What was sampled of the GPUs, by session; none on a CPU, nor in runs from before it was."""
-    sessions = run.manifest["sessions"]
-    return {name: s["gpu"] for name, s in sessions.items() if isinstance(s.get("gpu"), dict)}
-
-
-def _facts_of(session: dict[str, Any]) -> dict[str, Any]:
-    facts = session.get("facts")
-    return facts if isinstance(facts, dict) else {}
+    return {name: s.gpu for name, s in run.manifest.sessions.items() if s.gpu is not None}
 
 
 def _servers_unlike_the_plan(
-    run: Reconciliation, account: Account, facts: dict[str, dict[str, Any]]
+    run: Reconciliation, account: Account, facts: dict[str, ServerFacts]
 ) -> Iterator[Finding]:
     """What the servers of every measured session said they are, against what the plan asks."""
     for session, seen in account.sessions.items():
         if not seen.recorded:
             continue
-        arm, known = run.arm_of(session), facts.get(session, {})
+        arm, known = run.arm_of(session), facts.get(session, ServerFacts())
         server, control = run.plan.server, run.plan.control
         blocks = control.num_gpu_blocks if arm == CONTROL and control else server.num_gpu_blocks
         asked = {"num_gpu_blocks": blocks, "block_size": server.block_size}
         wrong = [
-            f"{name} {known.get(name)}, asked {value}"
+            f"{name} {getattr(known, name)}, asked {value}"
             for name, value in asked.items()
-            if known.get(name) != value
+            if getattr(known, name) != value
         ]
-        if known.get("vllm_version") != server.engine:
+        if known.vllm_version != server.engine:
             wrong.append(
-                f"vllm_version {known.get('vllm_version') or 'unknown'}, predicted for "
-                f"{server.engine}"
+                f"vllm_version {known.vllm_version or 'unknown'}, predicted for {server.engine}"
             )
         connector = run.plan.arm(arm).connector_class if arm is not None else None
-        if known.get("connector") != connector:
-            wrong.append(f"connector {known.get('connector')}, asked {connector}")
-        if seen.connector != connector:
+        if known.connector != connector:
+            wrong.append(f"connector {known.connector}, asked {connector}")
+        if seen.connector not in (None, connector or NO_CONNECTOR):
             wrong.append(f"connector {seen.connector} in the rows, asked {connector}")
         if seen.chunk_tokens is not None and connector is None:
             wrong.append(f"chunk_tokens {seen.chunk_tokens} in the rows, without a host tier")

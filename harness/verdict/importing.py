@@ -17,6 +17,9 @@ from harness.errors import InputError
 from harness.files import describe_invalid, load_json, numbered_lines, write_json
 from harness.plan.rule import DecisionSection
 from harness.record.folder import file_digest
+from harness.record.manifest import Manifest
+from harness.record.row import SCHEMA as RECORD_SCHEMA
+from harness.record.row import Sample
 from harness.verdict.decision import decide
 from harness.verdict.finding_table import sessions_assumed
 from harness.verdict.measured import SCHEMA, JsonObject
@@ -25,7 +28,6 @@ from harness.verdict.schema import (
     PassResidual,
     ReconcileFile,
     RequestEntry,
-    Split,
     Summary,
 )
 from harness.verdict.stats import source_class, summarize
@@ -75,32 +77,6 @@ class ForeignRow(BaseModel):
     sent_unix_ns: Annotated[int, Field(ge=0, lt=2**63)] = 0  # nanoseconds are beyond 2**53
 
 
-@dataclass(frozen=True, slots=True)
-class ImportedRow:
-    """A foreign row with everything the statistics read; see ``harness.verdict.tally.Sample``."""
-
-    config: str
-    pass_name: str
-    doc: int
-    doc_tokens: int
-    ttft_ms: float | None
-    total_ms: float | None
-    session: str
-    order: int
-    seq: int
-    phase: str
-    prompt_tokens: int | None
-    computed: int | None
-    gpu_hit: int | None
-    host_loaded: int | None
-    loaded_bytes: int | None
-    stored_tokens: int | None
-    settle_ms: float | None
-    complete: bool
-    error: str | None
-    sent_unix_ns: int
-
-
 def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK) -> Path:
     """Make ``results/<UTC>-import-<hash>/`` from ``source`` and return it.
 
@@ -131,24 +107,21 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
     except FileExistsError:
         raise InputError(f"{folder} exists already", hint="import again in a second") from None
     shutil.copyfile(source, folder / "ttft.jsonl")
-    write_json(
-        folder / "manifest.json",
-        {
-            "schema": 1,
-            "run": folder.name,
-            "plan_id": plan_id,
-            "sealed": {"ttft.jsonl": digest},
-            **environment,
-            "sessions": {},
-        },
-    )
+    Manifest(
+        schema_version=RECORD_SCHEMA,
+        run=folder.name,
+        plan_id=plan_id,
+        sealed={"ttft.jsonl": digest},
+        sessions={},
+        **environment,
+    ).write(folder)
     write_json(folder / "reconcile.json", reconciliation.as_json())
     write_json(folder / "summary.json", summary.as_json())
     return folder
 
 
 def _summary(
-    run: str, plan_id: str, rows: Iterable[ImportedRow], environment: JsonObject, block_size: int
+    run: str, plan_id: str, rows: Iterable[Sample], environment: JsonObject, block_size: int
 ) -> Summary:
     statistics = summarize(rows, run=run, plan_id=plan_id, block_size=block_size)
     decision = decide(
@@ -186,7 +159,7 @@ class _Walk:
         self._seen: dict[tuple[str, str], Counter[int | str]] = {}
         self._once: dict[tuple[str, str], set[int | str]] = {}
 
-    def rows(self) -> Iterator[ImportedRow]:
+    def rows(self) -> Iterator[Sample]:
         """Every row in file order; InputError with file, line and field."""
         n = 0
         for number, line in numbered_lines(self._source):
@@ -199,23 +172,34 @@ class _Walk:
             self.groups[row.session, row.pass_name] += 1
             yield row
 
-    def _row(self, line: bytes, where: str) -> ImportedRow:
+    def _row(self, line: bytes, where: str) -> Sample:
         foreign = _foreign(line, where)
         session = self._session(foreign, where)
         first_seen = self._names.order(session, foreign, where)
         self._seqs[session] += 1
-        values = {name: getattr(foreign, name) for name in _KEPT}
-        if foreign.ttft_ms is None:  # a failed request: counted, and in no median
-            values |= {"complete": False, "error": foreign.error or "no ttft_ms"}
-        if len(values["error"] or "") > _LONGEST_ERROR:
-            values["error"] = values["error"][:_LONGEST_ERROR] + "…"
-        return ImportedRow(
-            **values,
+        return Sample(
+            config=foreign.config,
+            pass_name=foreign.pass_name,
             doc=self._names.document(foreign.doc, where),
+            doc_tokens=foreign.doc_tokens,
+            ttft_ms=foreign.ttft_ms,
+            total_ms=foreign.total_ms,
             session=session,
             order=foreign.order or first_seen,
             seq=self._seqs[session],
             phase="measure",
+            prompt_tokens=foreign.prompt_tokens,
+            computed=foreign.computed,
+            gpu_hit=foreign.gpu_hit,
+            host_loaded=foreign.host_loaded,
+            loaded_bytes=foreign.loaded_bytes,
+            stored_tokens=foreign.stored_tokens,
+            settle_ms=foreign.settle_ms,
+            # A request without a time has failed: it is counted, and in no median.
+            complete=foreign.complete and foreign.ttft_ms is not None,
+            error=_error_of(foreign),
+            unattributed=None if foreign.computed is not None else "not measured",
+            sent_unix_ns=foreign.sent_unix_ns,
         )
 
     def _session(self, row: ForeignRow, where: str) -> str:
@@ -236,7 +220,11 @@ class _Walk:
         return row.session
 
 
-_KEPT = ForeignRow.model_fields.keys() - {"session", "order", "doc", "phase"}
+def _error_of(row: ForeignRow) -> str | None:
+    error = row.error or (None if row.ttft_ms is not None else "no ttft_ms")
+    if error is not None and len(error) > _LONGEST_ERROR:
+        return error[:_LONGEST_ERROR] + "…"
+    return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,30 +340,14 @@ def _reconciliation(run: str, walk: _Walk) -> ReconcileFile:
     )
 
 
-def _entry(row: ImportedRow, block_size: int) -> RequestEntry:
+def _entry(row: Sample, block_size: int) -> RequestEntry:
     return RequestEntry(
         session=row.session,
         pass_name=row.pass_name,
         doc=row.doc,
-        complete=row.complete,
-        measured=Split(computed=row.computed, gpu_hit=row.gpu_hit, host_loaded=row.host_loaded),
+        row=row,
         predicted=None,
         residual=None,
-        why_not_predicted=None,
         reconciled=False,
-        config=row.config,
-        order=row.order,
-        seq=row.seq,
-        phase=row.phase,
-        doc_tokens=row.doc_tokens,
-        prompt_tokens=row.prompt_tokens,
-        ttft_ms=row.ttft_ms,
-        total_ms=row.total_ms,
-        settle_ms=row.settle_ms,
-        loaded_bytes=row.loaded_bytes,
-        stored_tokens=row.stored_tokens,
-        error=row.error,
-        unattributed=None if row.computed is not None else "not measured",
         source=source_class(row, block_size),
-        predicted_bytes=None,
     )

@@ -8,10 +8,10 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Of summary.json and reconcile.json. History: 1 = first published (kvcliff 0.1); still 1 after
-# sessions, paired documents, outliers, decision, timeline, provenance, compared and takeaways were
-# added: no key was removed or changed its meaning.
-SCHEMA: Final = 1
+# Of summary.json and reconcile.json, which are made again from a run folder and so never migrated.
+# History: 1 = first published (kvcliff 0.1). 2: a request of reconcile.json has its row and its
+# prediction as the journal and prediction.jsonl have them.
+SCHEMA: Final = 2
 
 JsonObject = dict[str, Any]
 """A copy of what another file says; that file's own module knows its shape."""
@@ -189,7 +189,7 @@ class Outliers(Result):
 class Statistics(Result):
     """What the rows of a run say by themselves, whether it is complete or not."""
 
-    schema_version: Literal[1] = Field(alias="schema", description="version of this file")
+    schema_version: Literal[2] = Field(alias="schema", description="version of this file")
     run: str = Field(description="name of the run folder")
     plan_id: str = Field(description="name and content hash of the plan")
     compared: tuple[str, str | None] = Field(

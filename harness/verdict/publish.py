@@ -15,22 +15,22 @@ from harness.files import write_json
 from harness.forecast.cliff import Cliff, CliffPoint, cliff_of, gpu_tokens, working_set_tokens
 from harness.plan.labels import CONTROL
 from harness.plan.plan import Plan
+from harness.plan.requests import PlannedRequests
 from harness.record.folder import RunFolder
-from harness.record.row import PredictedRow, Row
+from harness.record.manifest import Session
+from harness.record.row import Row
 from harness.verdict.account import Account
 from harness.verdict.decision import Checks, Sizes, decide
 from harness.verdict.findings import findings_of, first_pass
 from harness.verdict.measured import SCHEMA, JsonObject, SessionSummary, Span, Statistics
-from harness.verdict.reconcile import Reconciled, Reconciliation, places, reconcile
+from harness.verdict.reconcile import Reconciled, Reconciliation, reconcile
 from harness.verdict.schema import (
-    ENTRY_FIELDS,
     Decision,
     Finding,
     NotPredicted,
     PassResidual,
     ReconcileFile,
     RequestEntry,
-    Split,
     Summary,
 )
 from harness.verdict.stats import source_class, summarize
@@ -40,8 +40,6 @@ from sim.workload import WARMUP_PASS, pass_name
 
 # Requests that reconcile.json lists: each takes 1 kB there, and a report draws 4,000 at most.
 MOST_LISTED = 20_000
-# Of the manifest; the rest describes the machine and the installation.
-_NOT_ENVIRONMENT = ("schema", "run", "plan_id", "sealed", "sessions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ def evidence_of(folder: RunFolder) -> Evidence:
     statistics = summarize(
         _walked(run, account, listed),
         run=folder.name,
-        plan_id=run.manifest["plan_id"],
+        plan_id=run.manifest.plan_id,
         block_size=run.plan.server.block_size,
         arms=run.plan.order,
     )
@@ -96,7 +94,7 @@ class _Listed:
     """The requests that ``reconcile.json`` lists: all, or of a long run every k-th of the plan."""
 
     def __init__(self, plan: Plan) -> None:
-        self.every = max(1, -(-places(plan)[1] // MOST_LISTED))
+        self.every = max(1, -(-len(PlannedRequests(plan)) // MOST_LISTED))
         self.entries: list[RequestEntry] = []
         self._block_size = plan.server.block_size
         self._met = 0
@@ -118,40 +116,18 @@ def _walked(run: Reconciliation, account: Account, listed: _Listed) -> Iterator[
 
 
 def _entry(request: Reconciled, block_size: int) -> RequestEntry:
-    """What a report shows of one request; null where nothing was measured or predicted."""
     session, name, doc = request.key
-    row, predicted = request.row, request.predicted
-    return RequestEntry.model_construct(
-        ENTRY_FIELDS,
+    row = request.row
+    return RequestEntry(
         session=session,
         pass_name=name,
         doc=doc,
-        complete=row.complete if row else None,
-        measured=_split(row) if row else None,
-        predicted=_split(predicted) if predicted else None,
+        row=row.as_sample() if row else None,
+        predicted=request.predicted,
         residual=request.residual,
-        why_not_predicted=predicted.why_not if predicted else None,
         reconciled=request.is_reconciled,
-        config=row.config if row else None,
-        order=row.order if row else None,
-        seq=row.seq if row else None,
-        phase=row.phase if row else None,
-        doc_tokens=row.doc_tokens if row else None,
-        prompt_tokens=row.prompt_tokens if row else None,
-        ttft_ms=row.ttft_ms if row else None,
-        total_ms=row.total_ms if row else None,
-        settle_ms=row.settle_ms if row else None,
-        loaded_bytes=row.loaded_bytes if row else None,
-        stored_tokens=row.stored_tokens if row else None,
-        error=row.error if row else None,
-        unattributed=row.unattributed if row else None,
         source=source_class(row, block_size) if row else None,
-        predicted_bytes=predicted.transferred_bytes if predicted else None,
     )
-
-
-def _split(tokens: Row | PredictedRow) -> Split:
-    return Split(computed=tokens.computed, gpu_hit=tokens.gpu_hit, host_loaded=tokens.host_loaded)
 
 
 def _by_pass(account: Account) -> list[PassResidual]:
@@ -190,7 +166,7 @@ def _summary(
     """The statistics with servers, decision, cliff, environment and plan."""
     plan = run.plan
     environment = {
-        **{name: value for name, value in run.manifest.items() if name not in _NOT_ENVIRONMENT},
+        **run.manifest.environment,
         "build": plan.server.build,
         "dtype": plan.server.dtype,
         "model": plan.model.path,
@@ -198,8 +174,10 @@ def _summary(
     chunk_bytes = account.chunk_bytes
     if chunk_bytes is not None and chunk_bytes < plan.host.chunk_tokens:
         chunk_bytes = None  # of another tier than the plan's, which the findings say
-    servers = run.manifest.get("sessions", {})
-    sessions = [_on_its_server(each, servers.get(each.session, {})) for each in statistics.sessions]
+    servers = run.manifest.sessions
+    sessions = [
+        _on_its_server(each, servers.get(each.session, Session())) for each in statistics.sessions
+    ]
     decision = decide(
         plan.decision,
         statistics,
@@ -251,26 +229,26 @@ def _measured_shares(plan: Plan, statistics: Statistics, pass_name: str) -> Iter
             yield CliffPoint(arm=arm, gpu_tokens=gpu_tokens(plan, arm), share=share, n=tokens.n)
 
 
-def _on_its_server(session: SessionSummary, server: JsonObject) -> SessionSummary:
+def _on_its_server(session: SessionSummary, server: Session) -> SessionSummary:
     """The session with what the manifest says of its server, start and stop included."""
     spans = [*_starting(server), *session.spans, *_stopping(server, session)]
-    return session.model_copy(update={"server": server, "spans": spans})
+    return session.model_copy(update={"server": server.as_json(), "spans": spans})
 
 
-def _starting(server: JsonObject) -> list[Span]:
+def _starting(server: Session) -> list[Span]:
     """From the launch to the first answer, as a span; nothing for a server that never answered."""
-    if "started" not in server or "start_s" not in server:
+    if server.started is None or server.start_s is None:
         return []
-    began = datetime.fromisoformat(server["started"]).timestamp() * 1000
-    ended = began + server["start_s"] * 1000
+    began = datetime.fromisoformat(server.started).timestamp() * 1000
+    ended = began + server.start_s * 1000
     return [Span(phase="start", began_unix_ms=began, ended_unix_ms=ended)]
 
 
-def _stopping(server: JsonObject, session: SessionSummary) -> list[Span]:
-    if "ended" not in server or not session.spans:
+def _stopping(server: Session, session: SessionSummary) -> list[Span]:
+    if server.ended is None or not session.spans:
         return []
     began = session.spans[-1].ended_unix_ms
-    ended = datetime.fromisoformat(server["ended"]).timestamp() * 1000
+    ended = datetime.fromisoformat(server.ended).timestamp() * 1000
     # The manifest has whole seconds, the rows nanoseconds.
     return [Span(phase="stop", began_unix_ms=began, ended_unix_ms=max(began, ended))]
 

@@ -3,21 +3,18 @@
 Needs no engine: a run folder is enough, on any laptop.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from harness.errors import InputError
-from harness.plan.files import read_plan
-from harness.plan.plan import Plan, documents_of, planned_keys, session_name
-from harness.record.folder import PLAN_FILE, PREDICTION_FILE, RunFolder
+from harness.plan.plan import Plan, session_name
+from harness.plan.requests import Key, PlannedRequests
+from harness.record.folder import PREDICTION_FILE, RunFolder
 from harness.record.journal import walk_predictions
-from harness.record.row import PredictedRow, Row
-from sim.workload import WARMUP_PASS, pass_name
-
-Key = tuple[str, str, int]
-"""A request: ``(session, pass, doc)``."""
+from harness.record.manifest import Manifest
+from harness.record.row import NUMBERS, PredictedRow, Row
 
 
 @dataclass(slots=True)
@@ -62,7 +59,7 @@ class Reconciliation:
     run: str
     folder: Path
     plan: Plan
-    manifest: dict[str, Any]
+    manifest: Manifest
     requests: Iterable[Reconciled]
     notes: Sequence[str]
 
@@ -93,23 +90,16 @@ class _FolderRequests:
     def __iter__(self) -> Iterator[Reconciled]:
         self.notes.clear()
         return join(
-            planned_keys(self.plan),
+            PlannedRequests(self.plan),
             self.folder.rows(self.notes),
             walk_predictions(self.folder.path / PREDICTION_FILE),
-            place=places(self.plan)[0],
         )
 
 
 def _residual(row: Row | None, predicted: PredictedRow | None) -> dict[str, int] | None:
     if row is None or predicted is None or not row.is_attributed or not predicted.is_exact:
         return None
-    pairs = (
-        ("computed", row.computed, predicted.computed),
-        ("gpu_hit", row.gpu_hit, predicted.gpu_hit),
-        ("host_loaded", row.host_loaded, predicted.host_loaded),
-        ("stored_tokens", row.stored_tokens, predicted.stored_tokens),
-        ("loaded_bytes", row.loaded_bytes, predicted.transferred_bytes),
-    )
+    pairs = ((name, getattr(row, name), getattr(predicted, name)) for name in NUMBERS)
     return {
         name: measured - expected
         for name, measured, expected in pairs
@@ -122,102 +112,66 @@ def reconcile(folder: RunFolder) -> Reconciliation:
     folder.refuse_imported()
     folder.check_seals()
     manifest = folder.read_manifest()
-    plan = read_plan(folder.path / PLAN_FILE)
+    plan = folder.read_plan()
     notes: list[str] = []
     requests = _FolderRequests(folder, plan, notes)
     return Reconciliation(folder.name, folder.path, plan, manifest, requests, notes)
 
 
-def places(plan: Plan) -> tuple[Callable[[Key], int | None], int]:
-    """Where in the plan a request stands (0 first; None: nowhere), and how many the plan has."""
-    work = plan.workload
-    walks = {pass_name(i, order): (i, order) for i, order in enumerate(work.passes)}
-    sessions: dict[str, tuple[int, int]] = {}
-    total = 0
-    for order, arm in enumerate(plan.order, start=1):
-        documents = documents_of(plan, arm)
-        sessions[session_name(order, arm)] = (total, documents)
-        total += work.warmup_documents + len(walks) * documents
-
-    def place(key: Key) -> int | None:
-        session, name, doc = key
-        if session not in sessions:
-            return None
-        first, documents = sessions[session]
-        if name == WARMUP_PASS:
-            return first + doc if doc < work.warmup_documents else None
-        if name not in walks or doc >= documents:
-            return None
-        index, direction = walks[name]
-        step = doc if direction == "fwd" else documents - 1 - doc
-        return first + work.warmup_documents + index * documents + step
-
-    return place, total
-
-
 def join(
-    planned: Iterable[Key],
-    rows: Iterable[Row],
-    predictions: Iterable[PredictedRow],
-    *,
-    place: Callable[[Key], int | None],
+    planned: Collection[Key], rows: Iterable[Row], predictions: Iterable[PredictedRow]
 ) -> Iterator[Reconciled]:
     """Planned requests in order, each with its row and prediction; the others where they come.
 
-    One walk over each. ``place``: a key's position in ``planned``, None when it is not there. Rows
-    and predictions must come in that order, as a session writes them; InputError otherwise.
+    One walk over each. Rows and predictions must come in the order of ``planned``, as a session
+    writes them; InputError otherwise, once the walk is over.
     """
-    row_at, prediction_at = _Placed(rows, place), _Placed(predictions, place)
-    for here, key in enumerate(planned):
-        if row_at.at is None or prediction_at.at is None:
-            yield from _unplanned(row_at, prediction_at)
-        yield Reconciled(key, True, row_at.take(here), prediction_at.take(here))
+    row_at, prediction_at = _Ahead(rows, planned), _Ahead(predictions, planned)
+    for key in planned:
+        yield from _unplanned(row_at, prediction_at)
+        yield Reconciled(key, True, row_at.pop(key), prediction_at.pop(key))
     yield from _unplanned(row_at, prediction_at)
+    row_at.check_empty()
+    prediction_at.check_empty()
 
 
-def _unplanned(rows: "_Placed[Row]", predictions: "_Placed[PredictedRow]") -> Iterator[Reconciled]:
-    for row in rows.unplanned():
+def _unplanned(rows: "_Ahead[Row]", predictions: "_Ahead[PredictedRow]") -> Iterator[Reconciled]:
+    for row in rows.pop_unplanned():
         yield Reconciled(row.key, False, row, None)
-    for predicted in predictions.unplanned():
+    for predicted in predictions.pop_unplanned():
         yield Reconciled(predicted.key, False, None, predicted)
 
 
 Record = TypeVar("Record", Row, PredictedRow)
 
 
-class _Placed(Generic[Record]):
-    """Records and their places, one looked at ahead: ``at`` is its place, None for nowhere or none."""
+class _Ahead(Generic[Record]):
+    """Records in their order, one looked at ahead."""
 
-    def __init__(self, records: Iterable[Record], place: Callable[[Key], int | None]) -> None:
+    def __init__(self, records: Iterable[Record], planned: Collection[Key]) -> None:
         self._records: Iterator[Record] = iter(records)
-        self._place = place
-        self._last = -1
-        self._advance()
+        self._planned = planned
+        self._next: Record | None = next(self._records, None)
 
-    def take(self, here: int) -> Record | None:
-        """The record at place ``here``, once; None when there is none."""
+    def pop(self, key: Key) -> Record | None:
+        """The next record if it is of the request ``key``, else None."""
         record = self._next
-        if record is None or self.at != here:
+        if record is None or record.key != key:
             return None
-        self._advance()
+        self._next = next(self._records, None)
         return record
 
-    def unplanned(self) -> Iterator[Record]:
-        """The records that come next and have no place."""
-        while self._next is not None and self.at is None:
-            record = self._next
-            self._advance()
-            yield record
+    def pop_unplanned(self) -> Iterator[Record]:
+        """The records that come next and that nobody planned."""
+        while self._next is not None and self._next.key not in self._planned:
+            yield self._next
+            self._next = next(self._records, None)
 
-    def _advance(self) -> None:
-        self._next: Record | None = next(self._records, None)
-        self.at = None if self._next is None else self._place(self._next.key)
-        if self._next is None or self.at is None:
-            return
-        if self.at <= self._last:
+    def check_empty(self) -> None:
+        """InputError for a record that was due before the one it came after."""
+        if self._next is not None:
             session, name, doc = self._next.key
             raise InputError(
                 f"{session}/{name}/{doc} comes twice, or after a request that the plan sends later",
                 hint="restore the journals and prediction.jsonl as the run wrote them",
             )
-        self._last = self.at

@@ -7,7 +7,7 @@ field with a default is absent from the files where it was not given.
 """
 
 from pathlib import Path
-from typing import Any, Literal, NewType, TypeVar
+from typing import Literal, NewType, TypeVar
 
 from pydantic import Field, ValidationError, field_serializer
 
@@ -15,6 +15,8 @@ from harness.errors import InputError
 from harness.files import describe_invalid, load_json
 from harness.forecast.cliff import Cliff
 from harness.plan.rule import DecisionSection
+from harness.record.row import Predicted, Sample
+from harness.record.versions import check_version
 from harness.verdict.measured import SCHEMA, JsonObject, Result, Statistics
 
 Code = NewType("Code", str)
@@ -104,14 +106,6 @@ class Summary(Statistics):
     takeaways: dict[str, str] = Field(description="a sentence for each kind of chart")
 
 
-class Split(Result):
-    """Prompt tokens by source; null where unknown."""
-
-    computed: int | None
-    gpu_hit: int | None
-    host_loaded: int | None
-
-
 class Finding(Result):
     """A check that said something."""
 
@@ -123,36 +117,16 @@ class Finding(Result):
 
 
 class RequestEntry(Result):
-    """One planned or recorded request."""
+    """One planned or recorded request; ``row`` and ``predicted`` null where there is none."""
 
     session: str
     pass_name: str = Field(alias="pass")
     doc: int
-    complete: bool | None
-    measured: Split | None
-    predicted: Split | None
+    row: Sample | None = Field(description="as the journal has it")
+    predicted: Predicted | None
     residual: dict[str, int] | None = Field(description="measured − predicted")
-    why_not_predicted: str | None = Field(description="why predicted holds no number")
     reconciled: bool
-    config: str | None
-    order: int | None
-    seq: int | None
-    phase: str | None
-    doc_tokens: int | None
-    prompt_tokens: int | None
-    ttft_ms: float | None
-    total_ms: float | None
-    settle_ms: float | None
-    loaded_bytes: int | None
-    stored_tokens: int | None
-    error: str | None
-    unattributed: str | None
-    source: str | None
-    predicted_bytes: int | None
-
-
-ENTRY_FIELDS = set(RequestEntry.model_fields)
-"""One set for all entries, instead of one of its own for each: there may be 20,000."""
+    source: str | None = Field(description="where the document's KV came from")
 
 
 class PassResidual(Result):
@@ -178,7 +152,7 @@ class NotPredicted(Result):
 class ReconcileFile(Result):
     """``reconcile.json``."""
 
-    schema_version: Literal[1] = Field(alias="schema", description="version of this file")
+    schema_version: Literal[2] = Field(alias="schema", description="version of this file")
     run: str = Field(description="name of the run folder")
     requests_planned: int = Field(description="warm-up included")
     requests_recorded: int = Field(description="rows in the journals")
@@ -204,9 +178,6 @@ def read_published(run: Path) -> tuple[Summary, ReconcileFile]:
     return _read(run, "summary.json", Summary), _read(run, "reconcile.json", ReconcileFile)
 
 
-_ADDED = ("takeaways", "not_predicted")  # to schema 1 after its first release, one to each file
-
-
 def _read(run: Path, name: str, shape: type[File]) -> File:
     path, again = run / name, f"kvcliff summarize {run}"
     try:
@@ -215,23 +186,13 @@ def _read(run: Path, name: str, shape: type[File]) -> File:
         raise InputError(
             f"cannot read {path}: {error.strerror}", hint=f"{again} makes it"
         ) from None
-    _check_version(content, path, again)
     again += f"; of an imported run: kvcliff import {run}/ttft.jsonl"
-    if not content.keys() & set(_ADDED):
-        raise InputError(f"{path} is an older kvcliff's", hint=again)
+    # Before anything else in the file is looked at: another version may mean anything by it.
+    version = content.get("schema") if isinstance(content, dict) else None
+    check_version(version, newest=SCHEMA, where=str(path))
+    if version != SCHEMA:
+        raise InputError(f"{path} is an older kvcliff's, schema {version}", hint=again)
     try:
         return shape.model_validate(content)
     except ValidationError as error:
         raise InputError(f"{path} was changed: {describe_invalid(error)}", hint=again) from None
-
-
-def _check_version(content: Any, path: Path, again: str) -> None:
-    """Before anything else in the file is looked at: a newer version may mean anything by it."""
-    version = content.get("schema") if isinstance(content, dict) else None
-    if type(version) is int and version > SCHEMA:
-        raise InputError(
-            f"{path} was written by a newer kvcliff, schema {version}; this one reads {SCHEMA}",
-            hint=f"read it with that kvcliff, or {again}",
-        )
-    if type(version) is not int or version != SCHEMA:
-        raise InputError(f"{path}: schema is not {SCHEMA}", hint=again)

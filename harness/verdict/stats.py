@@ -9,6 +9,7 @@ from itertools import chain
 from statistics import median, quantiles
 
 from harness.plan.labels import compared
+from harness.record.row import Sample
 from harness.verdict.measured import (
     SCHEMA,
     ArmCell,
@@ -25,7 +26,7 @@ from harness.verdict.measured import (
     TokenSums,
 )
 from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL, compare_arms, compare_sessions
-from harness.verdict.tally import PassRows, Sample, Session, Tally, source_class, tally
+from harness.verdict.tally import PassRows, Session, Tally, source_class, tally
 from sim.split import SOURCE_CLASSES
 
 __all__ = ["SOURCE_CLASSES", "source_class", "summarize"]

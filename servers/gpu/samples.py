@@ -145,11 +145,6 @@ def session_changes(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return changes
 
 
-def used_uuids(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """The devices of a record, in CUDA's order."""
-    return tuple(device["uuid"] for device in record["devices"])
-
-
 def _comparable(sessions: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """By what, the sessions' values; a session that does not know, or hardly looked, is left out."""
     found: dict[str, dict[str, Any]] = {

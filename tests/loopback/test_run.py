@@ -526,7 +526,7 @@ def test_every_arm_runs_the_whole_path_and_reconciles(
     assert content["requests_reconciled"] == content["requests_planned"] == 4 * REQUESTS
     assert content["findings"] == []
     exact = {
-        request["why_not_predicted"] is None
+        request["predicted"]["why_not"] is None
         for request in content["requests"]
         if label in request["session"]
     }

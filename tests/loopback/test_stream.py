@@ -85,8 +85,7 @@ def test_good_answer_is_complete_with_counts_digest_and_one_request_seen(fake_se
     assert result.error is None
     assert result.complete
     assert (result.prompt_tokens, result.output_tokens, result.cached_tokens) == (80, 4, 0)
-    assert (result.finish_reason, result.response_id) == ("length", "cmpl-r-1")
-    assert len(result.itl_ms) == 3
+    assert result.finish_reason == "length"
     assert result.conn_reused
     assert server.completions_seen() == 1
     assert entry_of(server, 0)["request_id"] == "r-1"
@@ -170,7 +169,6 @@ def test_first_token_without_text_stops_the_clock_by_its_id(fake_server, ask):
     server = fake_server(SPEC, script=script)
     result = ask(server)
     assert result.ttft_ms == pytest.approx(server_delay_ms(server), abs=100)
-    assert len(result.itl_ms) == 3
 
 
 def test_server_that_returns_no_ids_is_timed_by_its_text(fake_server, ask):
@@ -178,7 +176,6 @@ def test_server_that_returns_no_ids_is_timed_by_its_text(fake_server, ask):
     result = ask(fake_server(SPEC, script=script))
     assert result.error is None
     assert result.ttft_ms >= 120
-    assert len(result.itl_ms) == 1
 
 
 def test_usage_that_claims_tokens_nobody_saw_is_no_visible_text(fake_server, ask):
@@ -195,7 +192,6 @@ def test_usage_chunk_first_in_the_middle_or_last_leaves_the_clock_alone(fake_ser
     assert result.error is None
     assert 60 <= result.ttft_ms < 300
     assert 60 <= result.total_ms < 600
-    assert len(result.itl_ms) == 1
 
 
 # A4: usage after finish, in two parts
@@ -298,7 +294,7 @@ def test_a_line_over_the_limit_is_a_failed_row_with_a_clear_error(fake_server, a
 # A16: chunks counted as tokens
 def test_eight_tokens_in_two_events_are_eight_output_tokens(fake_server, ask):
     result = ask(fake_server(SPEC, script=always({"tokens_per_event": 4})), output_tokens=8)
-    assert (result.output_tokens, len(result.itl_ms), result.complete) == (8, 1, True)
+    assert (result.output_tokens, result.complete) == (8, True)
 
 
 # A17: stamp taken too late

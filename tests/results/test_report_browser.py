@@ -124,7 +124,7 @@ def test_the_source_charts_have_a_bar_for_each_source_measured_and_predicted(
     )
     requests = published(run, "reconcile.json")["requests"]
     sources = ("computed", "gpu_hit", "host_loaded")
-    due = [r[side][s] for r in requests for side in ("measured", "predicted") for s in sources]
+    due = [r[side][s] for r in requests for side in ("row", "predicted") for s in sources]
     assert bars == sum(tokens > 0 for tokens in due) > 2 * 160
 
 
@@ -241,7 +241,7 @@ def test_a_page_with_hostile_names_shows_them_as_text_and_runs_nothing(
         content = published(run, name)
         content["run"] = hostile
         if name == "reconcile.json":
-            content["requests"][5]["error"] = hostile
+            content["requests"][5]["row"]["error"] = hostile
             content["requests"][5]["session"] = hostile
             finding = dict.fromkeys(("code", "message", "cause", "remedy"), hostile)
             content["findings"] = [{**finding, "severity": "error"}]

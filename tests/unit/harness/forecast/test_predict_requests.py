@@ -74,15 +74,15 @@ def test_the_recorded_run_of_8_documents_comes_out_as_it_was_measured(requests):
 def test_bytes_are_whole_chunks_even_where_fewer_tokens_are_counted():
     # Document 1 in the reverse pass: 1,920 tokens counted, chunks 3 … 10 moved: 8 * 256 * 100 B.
     found = rows(LAB | {"chunk_bytes": 25_600}, *lab_segments())
-    assert (found[0]["stored_chunks"], found[0]["transferred_bytes"]) == (11, 0)
-    assert (found[22]["transferred_chunks"], found[22]["transferred_bytes"]) == (8, 204_800)
-    assert (found[23]["transferred_chunks"], found[23]["transferred_bytes"]) == (11, 281_600)
+    assert (found[0]["stored_chunks"], found[0]["loaded_bytes"]) == (11, 0)
+    assert (found[22]["loaded_chunks"], found[22]["loaded_bytes"]) == (8, 204_800)
+    assert (found[23]["loaded_chunks"], found[23]["loaded_bytes"]) == (11, 281_600)
 
 
 def test_bytes_are_null_where_the_size_of_a_chunk_is_not_given():
     found = rows(LAB, *lab_segments())
-    assert (found[23]["transferred_chunks"], found[23]["transferred_bytes"]) == (11, None)
-    assert found[0]["transferred_bytes"] == 0  # nothing moved is 0 bytes of any size
+    assert (found[23]["loaded_chunks"], found[23]["loaded_bytes"]) == (11, None)
+    assert found[0]["loaded_bytes"] == 0  # nothing moved is 0 bytes of any size
 
 
 def test_a_row_is_exactly_the_published_fields():
@@ -93,8 +93,8 @@ def test_a_row_is_exactly_the_published_fields():
         "gpu_hit": 0,
         "host_loaded": 0,
         "stored_chunks": 0,
-        "transferred_chunks": 0,
-        "transferred_bytes": 0,
+        "loaded_chunks": 0,
+        "loaded_bytes": 0,
     }
 
 
@@ -392,7 +392,7 @@ def test_a_model_says_the_bytes_of_a_chunk(tmp_path):
     spec = SMALL | {"host": "lmcache", "chunk_size": 4, "host_chunks": 50, "num_gpu_blocks": 4,
                     "model": str(tmp_path)}  # fmt: skip
     a, b = {"prompt": [1] * 9, "output_len": 1}, {"prompt": [2] * 9, "output_len": 1}
-    assert rows(spec, a, b, a)[2]["transferred_bytes"] == 2 * 4 * 256
+    assert rows(spec, a, b, a)[2]["loaded_bytes"] == 2 * 4 * 256
 
 
 def test_a_model_that_is_not_plain_full_attention_is_refused(tmp_path):

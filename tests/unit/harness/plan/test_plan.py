@@ -7,8 +7,8 @@ from harness.errors import InputError, MachineError
 from harness.measure.create import predicted_rows
 from harness.plan.experiment import check_build, resolve
 from harness.plan.files import load_plan, parse_plan
-from harness.plan.plan import planned_keys
 from harness.plan.presets import preset_names
+from harness.plan.requests import PlannedRequests
 from servers.arms import Arm, Build
 from sim.tiers.settings import TIER_KINDS, TierKind
 from tests.factory import PLAN_TOML, make_plan
@@ -80,7 +80,7 @@ def test_an_unknown_preset_lists_the_known_ones() -> None:
 
 
 def test_the_standard_order_gives_five_sessions_with_names_in_order() -> None:
-    keys = planned_keys(load_plan("demo").model_copy(update={"workload": make_plan().workload}))
+    keys = PlannedRequests(load_plan("demo").model_copy(update={"workload": make_plan().workload}))
     sessions = list(dict.fromkeys(session for session, _, _ in keys))
     treatment = ["02-lmcache-mp", "03-lmcache-mp"]
     assert sessions == ["01-baseline", *treatment, "04-baseline", "05-control"]

@@ -8,6 +8,7 @@ import pytest
 
 from harness.errors import InputError
 from harness.record.folder import RunFolder
+from harness.record.row import NUMBERS
 from harness.report import html as report
 from harness.report.chart_specs import (
     arm_marks,
@@ -136,7 +137,7 @@ def test_markup_in_a_name_is_text(run: Path) -> None:
 
     def change(summary: dict[str, Any], reconciliation: dict[str, Any]) -> None:
         summary["run"] = hostile
-        reconciliation["requests"][1]["error"] = hostile
+        reconciliation["requests"][1]["row"]["error"] = hostile
         reconciliation["requests"][1]["reconciled"] = False
         summary["environment"]["cpu"] = hostile
 
@@ -148,7 +149,7 @@ def test_markup_in_a_name_is_text(run: Path) -> None:
 def test_nothing_in_the_charts_can_end_their_script(run: Path) -> None:
     def change(_: dict[str, Any], reconciliation: dict[str, Any]) -> None:
         for request in reconciliation["requests"]:
-            request["error"] = "</script><script>alert(1)</script>"
+            request["row"]["error"] = "</script><script>alert(1)</script>"
 
     page = rendered(run, change)
     specs = re.search(r'id="specs">(.*?)</script>', page, re.S)
@@ -167,7 +168,8 @@ def test_a_pass_whose_name_has_a_slash_is_still_found(run: Path) -> None:
 def test_a_failed_request_is_drawn_as_failed_and_listed(run: Path) -> None:
     def change(_: dict[str, Any], reconciliation: dict[str, Any]) -> None:
         failed = next(r for r in reconciliation["requests"] if r["pass"] == "pass2-replay")
-        failed.update(complete=False, ttft_ms=None, error="boom", reconciled=False)
+        failed["row"].update(complete=False, ttft_ms=None, error="boom")
+        failed["reconciled"] = False
 
     summary, reconciliation = changed(run, change)
     page = render_html(summary, reconciliation)
@@ -235,10 +237,11 @@ def test_a_run_that_is_not_published_is_an_error_that_says_what_to_do(run: Path,
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        (2, "was written by a newer kvcliff, schema 2; this one reads 1"),
-        (0, "schema is not 1"),
-        (None, "schema is not 1"),
-        (True, "schema is not 1"),
+        (3, "written by a newer kvcliff, schema 3; this one reads 1 to 2"),
+        (1, "is an older kvcliff's, schema 1"),
+        (0, "schema is 0"),
+        (None, "schema is None"),
+        (True, "schema is True"),
     ],
 )
 def test_a_version_is_looked_at_before_anything_else_in_the_file(
@@ -315,8 +318,8 @@ def unpredicted(summary: dict[str, Any], reconciliation: dict[str, Any]) -> None
     why = "a matter of timing"
     for request in reconciliation["requests"]:
         if request["session"] == "02-lmcache":
-            nothing = dict.fromkeys(("computed", "gpu_hit", "host_loaded"))
-            request.update(predicted=nothing, residual=None, why_not_predicted=why)
+            nothing = dict.fromkeys(NUMBERS) | {"why_not": why}
+            request.update(predicted=nothing, residual=None)
     for part in reconciliation["by_pass"]:
         if part["session"] == "02-lmcache":
             part.update(largest=None, why_not_predicted=why)

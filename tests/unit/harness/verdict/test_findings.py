@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from harness.plan.plan import planned_keys
-from harness.record.row import PREDICTED_NUMBERS, Row
+from harness.plan.requests import PlannedRequests
+from harness.record.row import NUMBERS, Row
 from harness.verdict.account import account_of
 from harness.verdict.finding_table import TABLE, Kind
 from harness.verdict.findings import find, has_failed
 from harness.verdict.importing import import_rows
-from harness.verdict.reconcile import Reconciliation, places
+from harness.verdict.reconcile import Reconciliation
 from harness.verdict.schema import Finding, read_published
 from tests.factory import (
     FACTS,
@@ -25,6 +25,7 @@ from tests.factory import (
     make_plan,
     make_prediction,
     make_row,
+    manifest_of,
     run_of,
     sound_rows,
     tier_row,
@@ -169,7 +170,7 @@ def test_a_residual_of_one_token_is_an_error_that_names_request_and_size() -> No
 def test_bytes_that_are_not_the_predicted_whole_chunks_are_a_residual() -> None:
     rows = sound_rows()
     predictions = [make_prediction(row) for row in rows]
-    predictions[2] = make_prediction(rows[2], transferred_bytes=1024)
+    predictions[2] = make_prediction(rows[2], loaded_bytes=1024)
     assert "loaded_bytes -512" in the_finding(run_of(rows, predictions=predictions)).message
 
 
@@ -304,7 +305,6 @@ def test_an_engine_upgraded_between_sessions_is_an_error() -> None:
     ("session", "said"),
     [
         ({}, "vllm_version unknown"),
-        ({"facts": None}, "vllm_version unknown"),
         ({"facts": {**TIER_FACTS, "connector": None}}, "connector None"),
         ({"facts": {**TIER_FACTS, "block_size": 64}}, "block_size 64, asked 32"),
     ],
@@ -342,10 +342,10 @@ def native_run(rows: list[Row], **unknown: str) -> Reconciliation:
     plan = make_plan(order='order = ["baseline", "native", "native", "baseline"]')
     native = {**TIER_FACTS, "connector": "OffloadingConnector"}
     sessions = {"01-baseline": SERVERS["01-baseline"], "02-native": {"facts": native}}
-    numbers = dict.fromkeys(PREDICTED_NUMBERS) if unknown else {}
+    numbers = dict.fromkeys(NUMBERS) if unknown else {}
     predictions = [make_prediction(row, **numbers, **unknown) for row in rows]
     run = run_of(rows, predictions=predictions)
-    return replace(run, plan=plan, manifest={"sessions": sessions})
+    return replace(run, plan=plan, manifest=manifest_of(sessions))
 
 
 def native_row(**changed: Any) -> Row:
@@ -369,7 +369,7 @@ def test_a_tier_whose_stores_are_not_counted_is_judged_by_its_loads() -> None:
 
 def test_another_connector_than_the_plans_is_an_error_naming_both() -> None:
     run = native_run([native_row()])
-    run.manifest["sessions"]["02-native"]["facts"]["connector"] = "SimpleCPUOffloadConnector"
+    run.manifest.sessions["02-native"].facts.connector = "SimpleCPUOffloadConnector"
     (message,) = [f.message for f in find(run) if f.code == "servers-unlike-plan"]
     assert "SimpleCPUOffloadConnector, asked OffloadingConnector" in message
 
@@ -426,14 +426,14 @@ def test_every_planned_request_has_its_place_and_no_other_has_one() -> None:
         warmup_documents="warmup_documents = 2",
         more="[control]\nnum_gpu_blocks = 99\ndocuments = 2",
     )
-    place, total = places(plan)
-    keys = list(planned_keys(plan))
-    assert total == len(keys) == 2 * (2 + 2 * 3) + (2 + 2 * 2)
-    assert [place(key) for key in keys] == list(range(total))
+    planned = PlannedRequests(plan)
+    keys = list(planned)
+    assert len(planned) == len(keys) == 2 * (2 + 2 * 3) + (2 + 2 * 2)
+    assert all(key in planned for key in keys)
     assert keys[5:8] == [("01-baseline", "pass2-reverse", doc) for doc in (2, 1, 0)]
     strangers = [
         ("04-baseline", "pass1-cold", 0), ("01-baseline", "pass3-replay", 0),
         ("01-baseline", "pass1-cold", 3), ("03-control", "pass1-cold", 2),
         ("01-baseline", "warmup", 2),
     ]  # fmt: skip
-    assert [place(key) for key in strangers] == [None] * 5
+    assert not any(key in planned for key in strangers)

@@ -50,7 +50,8 @@ def test_what_the_file_does_not_say_stays_unknown(tmp_path: Path) -> None:
     codes = [reason["code"] for reason in summary["decision"]["reasons"]]
     assert "no-prediction" in codes
     entry = json.loads((folder / "reconcile.json").read_text(encoding="utf-8"))["requests"][0]
-    assert entry["measured"] == {"computed": None, "gpu_hit": None, "host_loaded": None}
+    row = entry["row"]
+    assert (row["computed"], row["gpu_hit"], row["host_loaded"]) == (None, None, None)
     assert (entry["predicted"], entry["reconciled"]) == (None, False)
 
 
@@ -179,7 +180,7 @@ def test_a_long_error_is_cut_and_the_copied_file_has_it_whole(tmp_path: Path) ->
     lost = {"doc": 1, "ttft_ms": None, "total_ms": None, "error": "E" * 100_000}
     folder = import_rows(write(tmp_path / "t.jsonl", {}, lost), tmp_path / "results")
     entries = json.loads((folder / "reconcile.json").read_text(encoding="utf-8"))["requests"]
-    assert entries[1]["error"] == "E" * 500 + "…"
+    assert entries[1]["row"]["error"] == "E" * 500 + "…"
     assert lost["error"] in (folder / "ttft.jsonl").read_text(encoding="utf-8")
 
 

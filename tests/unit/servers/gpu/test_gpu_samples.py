@@ -8,7 +8,7 @@ import pytest
 from harness.verdict.findings import find
 from servers.gpu.devices import Device
 from servers.gpu.facts import GpuMemory, GpuState
-from servers.gpu.samples import GpuSamples, sampled, session_changes, session_warnings, used_uuids
+from servers.gpu.samples import GpuSamples, sampled, session_changes, session_warnings
 from tests.factory import SERVERS, make_plan, run_of, sound_rows
 from tests.gpus import MIB, UUID_A, UUID_C, device, gpu
 
@@ -61,7 +61,7 @@ def test_a_record_has_the_moments_and_the_extent_of_each_number_under_load() -> 
         "throttle": {"gpu_idle": 1, "hw_thermal_slowdown": 1, "sw_power_cap": 3},
     }  # fmt: skip
     assert json.loads(json.dumps(record)) == json.loads(json.dumps(record, allow_nan=False))
-    assert used_uuids(record) == (UUID_A,)
+    assert [device["uuid"] for device in record["devices"]] == [UUID_A]
 
 
 def test_a_gpu_that_says_nothing_has_null_for_every_number_and_no_warning() -> None:

@@ -1,0 +1,121 @@
+"""``manifest.json``: what a run was measured on, and by which servers."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import InputError
+from harness.files import describe_invalid, load_json, write_json
+from harness.record.row import Version
+from harness.record.versions import JsonObject, current_manifest
+
+
+class _Open(BaseModel):
+    """Fields that nobody here reads are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True, populate_by_name=True)
+
+
+def _aware(text: str) -> str:
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("a time needs its offset from UTC, as in 2026-01-01T00:00:00+00:00")
+    return text
+
+
+Time = Annotated[str, AfterValidator(_aware)]
+"""ISO 8601 with its offset from UTC."""
+
+
+class ServerFacts(_Open):
+    """What the servers of a session said they are; null or absent: they did not say."""
+
+    vllm_version: str | None = None
+    lmcache_version: str | None = None
+    num_gpu_blocks: int | None = None
+    block_size: int | None = None
+    connector: str | None = None
+
+
+class GpuLoad(_Open):
+    """One GPU while requests ran; pairs are the lowest and the highest reading."""
+
+    n_samples: int
+    n_throttle: int
+    throttle: dict[str, int]
+    pcie_generation: tuple[float, float] | None = Field(strict=False)
+    pcie_width: tuple[float, float] | None = Field(strict=False)
+
+
+class GpuDevice(_Open):
+    """One GPU of a session."""
+
+    uuid: str
+    label: str
+    under_load: GpuLoad
+
+
+class GpuRecord(_Open):
+    """What the GPUs did during a session, as ``servers.gpu.samples`` records it."""
+
+    devices: list[GpuDevice]
+    warnings: list[str]
+
+
+class Session(_Open):
+    """One session: its servers, and when they started and ended."""
+
+    started: Time | None = None
+    start_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+    ended: Time | None = None
+    facts: ServerFacts = ServerFacts()
+    gpu: GpuRecord | None = None
+
+    def as_json(self) -> JsonObject:
+        """What the file has of it."""
+        return self.model_dump(exclude_unset=True)
+
+
+class Manifest(_Open):
+    """The file; further fields describe the machine and the installation.
+
+    ``sealed``: SHA-256 of the files written before the first measurement and never changed since.
+    ``imported_from``: name of the file that ``kvcliff import`` read; there are no journals then.
+    """
+
+    schema_version: Version = Field(alias="schema")
+    run: str
+    plan_id: str
+    sealed: dict[str, str]
+    sessions: dict[str, Session]
+    imported_from: str | None = None
+
+    @property
+    def environment(self) -> JsonObject:
+        """What describes the machine and the installation."""
+        return dict(self.model_extra or {})
+
+    def add_to_session(self, session: str, facts: JsonObject) -> None:
+        """Add ``facts`` to what is known of a session."""
+        known = self.sessions[session].as_json() if session in self.sessions else {}
+        self.sessions[session] = Session.model_validate({**known, **facts})
+
+    def write(self, folder: Path) -> None:
+        """Replace ``folder``'s manifest in one step."""
+        write_json(folder / "manifest.json", self.model_dump(by_alias=True, exclude_unset=True))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a run of any version; InputError when it is missing or not one."""
+    path = folder / "manifest.json"
+    try:
+        content: Any = load_json(path.read_bytes(), where=str(path))
+    except OSError as error:
+        raise InputError(
+            f"{folder} is not a run folder: no readable manifest.json ({error.strerror})"
+        ) from None
+    try:
+        return Manifest.model_validate(current_manifest(content, folder.name, where=str(path)))
+    except ValidationError as error:
+        raise InputError(f"{path}: {describe_invalid(error)}") from None
