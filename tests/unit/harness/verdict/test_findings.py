@@ -377,7 +377,7 @@ def test_another_connector_than_the_plans_is_an_error_naming_both() -> None:
 @pytest.mark.parametrize(
     ("make", "changed", "said"),
     [
-        (tier_row, {"connector": None}, "connector None in the rows, asked LMCacheMPConnector"),
+        (tier_row, {"connector": "none"}, "connector none in the rows, asked LMCacheMPConnector"),
         (make_row, {"connector": "LMCacheMPConnector"}, "connector LMCacheMPConnector in the rows"),
         (make_row, {"chunk_tokens": 256}, "chunk_tokens 256 in the rows, without a host tier"),
     ],
