@@ -51,6 +51,9 @@ class Predictor:
         self._keys = PrefixKeys(tiers.block_size)
         self.gpu = open_gpu(tiers)
         self.host = open_host(tiers)
+        # Chunks of whole blocks are named by their last block; others by their own tokens.
+        is_whole = self.host is None or tiers.chunk_tokens % tiers.block_size == 0
+        self._chunk_keys = None if is_whole else PrefixKeys(tiers.chunk_tokens)
 
     @property
     def resident_chunks(self) -> int:
@@ -82,28 +85,46 @@ class Predictor:
         n_blocks = self._blocks_of(len(prompt), output_tokens, stopped=stopped)
         # The last generated token never gets a slot: blocks hold prompt + output - 1 tokens.
         known = prompt if output_ids is None else (*prompt, *output_ids[:-1])
-        return self._serve(self._keys.of(known), len(prompt), output_tokens, n_blocks)
+        keys = self._keys.of(known)
+        own = self._chunk_keys
+        chunks = self._block_chunks(keys, len(prompt)) if own is None else own.of(prompt)
+        return self._serve(keys, chunks, len(prompt), output_tokens, n_blocks)
 
-    def request_named(self, keys: Sequence[int], n_prompt: int, output_tokens: int) -> Prediction:
+    def request_named(
+        self, keys: Sequence[int], n_prompt: int, output_tokens: int, *, chunks: Sequence[int] = ()
+    ) -> Prediction:
         """As ``request``, for a prompt of ``n_prompt`` tokens whose leading blocks have ``keys``.
 
         Two requests have as many leading keys in common as they have leading full blocks; a block
         without a key never comes again. Keys are below 0, so that none is one of ``request``'s.
+        ``chunks`` are those of the leading chunks, which only matter where a chunk is no whole
+        number of blocks.
         """
         n_blocks = self._blocks_of(n_prompt, output_tokens, stopped=False)
         n_full = n_prompt // self.tiers.block_size
         named = [*keys, *(self._keys.fresh() for _ in range(n_full - len(keys)))]
-        return self._serve(named, n_prompt, output_tokens, n_blocks)
+        own = self._chunk_keys
+        if own is None:
+            chunks = self._block_chunks(named, n_prompt)
+        else:
+            n_own = n_prompt // self.tiers.chunk_tokens - len(chunks)
+            chunks = [*chunks, *(own.fresh() for _ in range(n_own))]
+        return self._serve(named, chunks, n_prompt, output_tokens, n_blocks)
 
     def _serve(
-        self, keys: list[int], n_prompt: int, output_tokens: int, n_blocks: int
+        self,
+        keys: Sequence[int],
+        chunks: Sequence[int],
+        n_prompt: int,
+        output_tokens: int,
+        n_blocks: int,
     ) -> Prediction:
         """Serve a request of ``n_blocks`` blocks; ``keys`` are those of its full ones, if known."""
         block_size = self.tiers.block_size
         hit_blocks = self.gpu.longest_hit(keys[: reusable_blocks(n_prompt, block_size)])
         seen_by_host = HostRequest(
             n_prompt,
-            self._chunks(keys, n_prompt),
+            chunks,
             len(hit_blocks) * block_size,
             self.tiers.max_num_batched_tokens,
         )
@@ -119,7 +140,7 @@ class Predictor:
         share = self.host.serve(seen_by_host) if self.host is not None else HostShare()
         return _prediction(seen_by_host, share)
 
-    def _chunks(self, keys: Sequence[int], n_prompt: int) -> Sequence[int]:
+    def _block_chunks(self, keys: Sequence[int], n_prompt: int) -> Sequence[int]:
         """A key per full prompt chunk: that of its last block, which names the same prefix."""
         if self.host is None:
             return ()

@@ -254,7 +254,8 @@ def _ask(predictor: Predictor, deployment: Deployment, document: int) -> TokenSp
     """One request: the document's whole blocks have names, all others never come again."""
     d = deployment
     names = _names(document, d.document_blocks)
-    return predictor.request_named(names, d.prompt_tokens, d.output_tokens).split
+    chunks = _names(document, d.document_tokens // d.chunk_tokens)
+    return predictor.request_named(names, d.prompt_tokens, d.output_tokens, chunks=chunks).split
 
 
 def _names(document: int, n: int) -> range:

@@ -9,6 +9,8 @@ from harness.plan.plan import BUILT_IN_ARMS, ArmSection, Plan
 from harness.plan.rule import unknown_pass
 from servers.flags import means
 from servers.tiers.registry import SERVED
+from sim.tiers.registry import MODELS
+from sim.tiers.settings import TierKind
 from sim.workload import (
     pass_name,
 )
@@ -121,8 +123,6 @@ def _impossible_arm(label: str, arm: ArmSection) -> Iterator[str]:
         yield f"{where} has a tier and a connector; one of them"
     if arm.connector is not None:
         yield from _impossible_connector(f"{where}.connector", arm.connector)
-    if arm.tier is not None and not arm.prefix_caching:
-        yield f"{where} has a host tier but no prefix caching, without which vLLM asks no tier"
     yield from _impossible_words(where, arm)
 
 
@@ -178,9 +178,9 @@ def _impossible_tiers(plan: Plan) -> list[str]:
                 f"host.chunk_tokens is {plan.host.chunk_tokens}; the tier {tier} keeps single "
                 f"blocks of {server.block_size}: leave it out"
             )
-    elif not (served and served.keeps_blocks) and plan.host.chunk_tokens % server.block_size:
+    elif _needs_whole_blocks(tier) and plan.host.chunk_tokens % server.block_size:
         problems.append(
-            f"host.chunk_tokens is {plan.host.chunk_tokens}; LMCache needs a multiple of "
+            f"host.chunk_tokens is {plan.host.chunk_tokens}; LMCache's server needs a multiple of "
             f"server.block_size {server.block_size}"
         )
     if server.build == "cpu" and server.block_size % 32:
@@ -188,3 +188,8 @@ def _impossible_tiers(plan: Plan) -> list[str]:
             f"server.block_size is {server.block_size}; the CPU build takes multiples of 32"
         )
     return problems
+
+
+def _needs_whole_blocks(tier: TierKind | None) -> bool:
+    """Whether a chunk must be whole GPU blocks, and is not one anyway."""
+    return tier is None or not (SERVED[tier].keeps_blocks or MODELS[tier].takes_any_chunk)

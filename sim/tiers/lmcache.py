@@ -64,4 +64,5 @@ def _open(spec: TierSpec) -> HostTier:
     return InProcessChunks(spec.host_chunks or 0, spec.chunk_tokens)
 
 
-MODEL = TierModel(_open)
+# Its copies go token by token (``ReqMeta.slot_mapping``).
+MODEL = TierModel(_open, takes_any_chunk=True)

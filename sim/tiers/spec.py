@@ -112,11 +112,12 @@ class TierModel:
 
     ``open_tier``: an empty one, as a spec describes it; raises NotPredictable with the reason for
     one that is not modelled. ``has_watermark``: a timer evicts it before it is full, so sizes in
-    bytes matter to the chunk.
+    bytes matter to the chunk. ``takes_any_chunk``: its chunks need not be whole GPU blocks.
     """
 
     open_tier: Callable[[TierSpec], HostTier]
     has_watermark: bool = False
+    takes_any_chunk: bool = False
 
     def evicts_early(self, policy: str) -> bool:
         """Whether it evicts under ``policy`` before it is full."""

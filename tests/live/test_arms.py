@@ -45,6 +45,9 @@ gib = 0.125
 tier = "lmcache-mp"
 env = {{ LMCACHE_LOG_LEVEL = "INFO" }}
 flags = ["--seed", "3"]
+[arms.host-alone]
+tier = "lmcache-mp"
+prefix_caching = false
 """
 
 
@@ -94,6 +97,14 @@ def test_an_arm_of_the_plans_own_is_measured_but_not_predicted(tmp_path: Path) -
     # Nothing of the second walk is left on the GPU, so its two chunks a document come from the host.
     replay = [row for row in rows if row.pass_name == "pass2-replay"]
     assert [row.host_loaded for row in replay] == [512, 512, 512]
+
+
+def test_a_tier_without_a_prefix_cache_loads_all_it_has_as_predicted(tmp_path: Path) -> None:
+    content, rows = measured(tmp_path, "host-alone")
+    assert content["requests_reconciled"] == 7
+    replay = [row for row in rows if row.pass_name == "pass2-replay"]
+    found = [(row.computed, row.gpu_hit, row.host_loaded) for row in replay]
+    assert found == [(20, 0, 512)] * 3
 
 
 @pytest.mark.parametrize("kind", ["lmcache", "native", "simple"])

@@ -51,7 +51,6 @@ def by_sim(case: Case) -> Served:
     block_names: dict[int, int] = {}
     chunk_names: dict[int, int] = {}
     blocks, chunks = Prefixes(case.tiers.block_size), Prefixes(case.tiers.chunk_tokens)
-    per_chunk = case.tiers.chunk_tokens // case.tiers.block_size
     accepted: list[Step] = []
     outcomes: list[Outcome] = []
     for step in case.steps:
@@ -65,7 +64,11 @@ def by_sim(case: Case) -> Served:
         tokens = step.prompt + step.outputs[:-1]
         keys = predictor._keys.of(tokens)
         block_names.update(zip(keys, blocks.of(tokens), strict=True))
-        chunk_names.update(zip(keys[per_chunk - 1 :: per_chunk], chunks.of(tokens), strict=True))
+        if predictor.host is not None:
+            own = predictor._chunk_keys
+            n_prompt = len(step.prompt)
+            theirs = own.of(step.prompt) if own else predictor._block_chunks(keys, n_prompt)
+            chunk_names.update(zip(theirs, chunks.of(step.prompt), strict=True))
         outcomes.append(_outcome(predictor, said, block_names, chunk_names))
     served = Case(case.seed, case.tiers, tuple(accepted))
     return Served(

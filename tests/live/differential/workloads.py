@@ -21,7 +21,11 @@ BYTES_PER_TOKEN = 2 * 64 * 4
 
 
 NO_PREFIX_CACHE = 0.1
-"""Share of the workloads without a host tier that run without vLLM's prefix cache."""
+"""Share of the workloads that run without vLLM's prefix cache."""
+
+
+UNALIGNED_CHUNKS = 0.25
+"""Share of the workloads of LMCache in process whose chunks are any number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +143,12 @@ def _tiers(rng: random.Random, host: HostKind) -> TierSpec:
         chunk_tokens=chunk_tokens,
         host=host,
     )
+    tiers = replace(tiers, prefix_caching=rng.random() >= NO_PREFIX_CACHE)
     if host == "none":
-        return replace(tiers, prefix_caching=rng.random() >= NO_PREFIX_CACHE)
+        return tiers
+    if host == "lmcache" and rng.random() < UNALIGNED_CHUNKS:
+        chunk_tokens = rng.randint(1, 4 * block_size)
+        tiers = replace(tiers, chunk_tokens=chunk_tokens)
     prompt_chunks = (num_gpu_blocks - 1) * block_size // chunk_tokens
     host_chunks = rng.choice(
         [rng.randint(1, 12), max(1, prompt_chunks), prompt_chunks + 1, 2 * prompt_chunks + 3]

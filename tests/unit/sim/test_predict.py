@@ -302,10 +302,31 @@ def test_without_a_prefix_cache_nothing_is_ever_hit_or_named():
         assert server.gpu.free_order() == (1, 2, 3, 4, 5)
 
 
-@pytest.mark.parametrize("host", ["lmcache-mp", "lmcache", "native"])
-def test_a_host_tier_without_vllms_prefix_cache_is_refused(host):
-    with pytest.raises(NotPredictable, match="without vLLM's prefix cache"):
-        Predictor(replace(TIERS, host=host, prefix_caching=False))
+@pytest.mark.parametrize("host", ["lmcache-mp", "lmcache"])
+def test_without_vllms_prefix_cache_all_that_the_host_has_is_loaded(host):
+    # 263 tokens are one whole chunk of 256, loaded; the other 7 are computed.
+    tiers = replace(TIERS, host=host, prefix_caching=False, num_gpu_blocks=80, chunk_tokens=256)
+    server = Predictor(tiers)
+    assert sources(server.request(doc(1, 263), 2)) == (263, 0, 0)
+    again = server.request(doc(1, 263), 2)
+    assert (sources(again), chunks(again)) == ((7, 0, 256), (1, 1, 0))
+    assert server.gpu.hashed() == {}
+
+
+def test_lmcache_in_process_takes_chunks_of_any_size():
+    # A document of 24 tokens, chunks of 8, blocks of 16: the GPU has block 1, the host chunk 3.
+    tiers = replace(TIERS, host="lmcache", block_size=16, chunk_tokens=8, num_gpu_blocks=8)
+    server = Predictor(tiers)
+    assert chunks(server.request([*doc(1, 24), *doc(2, 8)], 2)) == (0, 0, 4)
+    again = server.request([*doc(1, 24), *doc(3, 8)], 2)
+    assert (sources(again), chunks(again)) == ((8, 16, 8), (3, 1, 1))
+    assert again.moved_tokens == 8
+    named = Predictor(tiers)
+    for _ in range(2):
+        last = named.request_named([-1], 32, 2, chunks=[-1, -2, -3])
+    assert last == again
+    with pytest.raises(ValueError, match="chunks of 8 tokens are not whole blocks of 16; host"):
+        Predictor(replace(tiers, host="lmcache-mp"))
 
 
 def test_a_prompt_named_by_its_blocks_is_served_as_its_tokens_are():

@@ -38,7 +38,7 @@ def test_a_plan_survives_being_written_and_read_again() -> None:
         ("max_model_len = 100", "server.max_model_len is 100, but prompt and output are 522"),
         ("max_num_batched_tokens = 519", "max_num_batched_tokens is 519, but a prompt has 520"),
         ("num_gpu_blocks = 17", "server.num_gpu_blocks is 17: 512 usable tokens, fewer than"),
-        ("block_size = 48", "host.chunk_tokens is 256; LMCache needs a multiple"),
+        ("block_size = 48", "host.chunk_tokens is 256; LMCache's server needs a multiple"),
         ("gib = -1", "host.gib: .*greater than 0"),
         ("gib = inf", "host.gib: .*less than or equal to 65536"),
         ("gib = nan", "host.gib: .*"),
@@ -178,7 +178,6 @@ def test_an_arm_of_the_plans_own_gets_its_environment_and_flags(tmp_path: Path) 
         ("[arms.m]", "arms.m differs in nothing from baseline"),
         ("[arms.m]\nconnector = {}", "arms.m.connector has no kv_connector"),
         ('[arms.m]\ntier = "native"\nconnector = { kv_connector = "X" }', "a tier and a connector"),
-        ('[arms.m]\ntier = "native"\nprefix_caching = false', "host tier but no prefix caching"),
         ('[arms.m]\nflags = ["--port=1"]', "arms.m.flags has --port=1, which kvcliff sets itself"),
         # vLLM's parser takes `_` for `-`, the beginning of a name, and keys of a JSON option.
         ('[arms.m]\nflags = ["--max_model_len", "9"]', "reads it as --max-model-len"),
