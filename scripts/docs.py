@@ -18,9 +18,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel
 
@@ -28,6 +28,9 @@ from pydantic import BaseModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.files import write_atomically
+from harness.plan.files import load_plan
+from harness.plan.plan import Plan
+from harness.plan.presets import preset_names
 from harness.record.folder import RunFolder
 from harness.record.row import PredictedRow, Row
 from harness.verdict.finding_table import TABLE
@@ -226,6 +229,63 @@ def _findings(_root: Path, _page: str, _what: str) -> str:
     )
 
 
+_DESCRIBED: Final[dict[str, type[BaseModel]]] = {"a plan": Plan}
+
+
+def _fields_of(_root: Path, _page: str, name: str) -> str:
+    return _table(("field", "default", "meaning"), _field_rows(_DESCRIBED[name]))
+
+
+def _field_rows(model: type[BaseModel], section: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name, default and meaning of every field, those of a section under the section's name."""
+    for name, field in model.model_fields.items():
+        inner = [part for part in (field.annotation, *get_args(field.annotation))
+                 if isinstance(part, type) and issubclass(part, BaseModel)]  # fmt: skip
+        if inner:
+            yield from _field_rows(inner[0], f"{name}." if name != "arms" else "arms.NAME.")
+        elif field.description is None:
+            raise SystemExit(f"docs: field {name} of {model.__name__} has no description")
+        else:
+            value = "needed" if field.is_required() else _toml(field.get_default())
+            yield f"`{section}{field.alias or name}`", value, field.description
+
+
+def _toml(value: object) -> str:
+    """A default as a plan file would say it; nothing for what is then absent."""
+    return "" if value in (None, (), {}) else f"`{json.dumps(value)}`"
+
+
+def _presets(_root: Path, _page: str, _what: str) -> str:
+    return _table(
+        (
+            "preset",
+            "what it is",
+            "model",
+            "documents of tokens",
+            "GPU tier, tokens",
+            "host tier, GiB",
+        ),
+        map(_preset_row, preset_names()),
+    )
+
+
+def _preset_row(name: str) -> tuple[str, ...]:
+    path = f"harness/presets/{name}.toml"
+    comment = re.match(r"(?:# .*\n)+", (ROOT / path).read_text(encoding="utf-8"))
+    assert comment, f"{path} begins with what it is"
+    what = " ".join(comment[0].replace("# ", " ").split()).split(". ")[0].rstrip(".")
+    plan = load_plan(name)
+    work, server = plan.workload, plan.server
+    return (
+        f"[`{name}`](../{path})",
+        what,
+        plan.model.path,
+        f"{work.documents} of {work.document_tokens:,}",
+        f"{(server.num_gpu_blocks - 1) * server.block_size:,}",
+        f"{plan.host.gib:g}, `{plan.treatment}`",
+    )
+
+
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace(" --- ", "---")
@@ -234,6 +294,8 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 BLOCKS: dict[str, Callable[[Path, str, str], str]] = {
     "result": _result,
     "findings": _findings,
+    "fields": _fields_of,
+    "presets": _presets,
     "output": _output,
 }
 """By name, what makes a block: of the tree, the page's text and what the block says it is of."""

@@ -19,21 +19,11 @@ from sim.workload import (
 
 PLAN_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 
-
 Count = Annotated[int, Field(ge=1, le=100_000_000)]
-
-
 GpuBlocks = Annotated[int, Field(ge=2, le=10_000_000)]
-
-
 Share = Annotated[float, Field(gt=0, le=1)]
-
-
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
-
-
 Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,40}$")]
-
 
 Weights = Literal["auto", "dummy"]
 """``auto``: the model's own. ``dummy``: made up by vLLM (``--load-format dummy``); nothing is
@@ -45,29 +35,52 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """``path``: ``tiny`` (written by kvcliff), a folder or a hub id; see ``harness.plan.models``."""
+    """What every server serves; see ``harness.plan.models``."""
 
-    path: str = "tiny"
-    weights: Weights = "auto"
+    path: str = Field(
+        default="tiny",
+        description="`tiny`, a small model that kvcliff writes itself; a folder with config.json and "
+        "weights; or a hub id, which vLLM downloads",
+    )
+    weights: Weights = Field(
+        default="auto",
+        description="`auto`: the model's own; `dummy`: made up by vLLM, so nothing is downloaded and "
+        "outputs mean nothing",
+    )
 
 
 class WorkloadSection(_Section):
-    """Sizes in tokens; ``vocab`` is a half-open range of token ids, by default from the model.
+    """Sizes in tokens; ``spec().longest_prompt_tokens`` is the largest prompt."""
 
-    ``questions`` and ``document_step_tokens`` as in ``sim.workload``; for those two the sizes are
-    the smallest, ``spec().longest_prompt_tokens`` is the largest.
-    """
-
-    documents: Count
-    document_tokens: Count
-    question_tokens: Count
-    output_tokens: Annotated[int, Field(ge=2)]  # 1 may reorder store and session end on a GPU
-    passes: Annotated[tuple[Literal["fwd", "rev"], ...], Field(min_length=1, strict=False)]
-    warmup_documents: Count = 2
-    seed: int = 1
-    vocab: Annotated[tuple[int, int], Field(strict=False)] | None = None
-    document_step_tokens: Annotated[int, Field(ge=0, le=100_000_000)] = 0
-    questions: Questions = "new"
+    documents: Count = Field(
+        description="number of documents; every request is a document and a question"
+    )
+    document_tokens: Count = Field(
+        description="length of the first document, and of all by default"
+    )
+    question_tokens: Count = Field(description="length of a question")
+    output_tokens: Annotated[int, Field(ge=2)] = Field(  # 1 may reorder store and end on a GPU
+        description="tokens generated for a request, at least 2"
+    )
+    passes: Annotated[tuple[Literal["fwd", "rev"], ...], Field(min_length=1, strict=False)] = Field(
+        description="walks over the documents: `fwd` in their order, `rev` in reverse"
+    )
+    warmup_documents: Count = Field(
+        default=2, description="throw-away documents that each session asks for first"
+    )
+    seed: int = Field(default=1, description="seed of the token ids")
+    vocab: Annotated[tuple[int, int], Field(strict=False)] | None = Field(
+        default=None,
+        description="first token id to draw from, and the one after the last; by default the model's",
+    )
+    document_step_tokens: Annotated[int, Field(ge=0, le=100_000_000)] = Field(
+        default=0, description="each document is that much longer than the one before it"
+    )
+    questions: Questions = Field(
+        default="new",
+        description="in each pass a document gets a `new` question, one more `appended` to those "
+        "before, or its first one `repeated`",
+    )
 
     def spec(self) -> WorkloadSpec:
         """The workload as ``sim`` takes it; before ``vocab`` is known its sizes alone hold."""
@@ -75,47 +88,69 @@ class WorkloadSection(_Section):
 
 
 class ServerSection(_Section):
-    """What every arm's vLLM server has in common; ``num_gpu_blocks`` includes the null block.
+    """What every arm's vLLM server has in common."""
 
-    ``engine``: the vLLM version whose rules predictions follow, by default the installed one's.
-    """
-
-    engine: Annotated[str, Field(pattern=r"^(auto|[0-9]+\.[0-9]+.*)$")] = "auto"
-    build: Literal["auto", "cpu", "gpu", "fake"] = "auto"
-    block_size: Count
-    num_gpu_blocks: GpuBlocks
-    max_num_batched_tokens: Count
-    max_model_len: Count
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    eager: bool = False
+    engine: Annotated[str, Field(pattern=r"^(auto|[0-9]+\.[0-9]+.*)$")] = Field(
+        default="auto",
+        description="the vLLM version whose rules the prediction follows; `auto`: the installed one",
+    )
+    build: Literal["auto", "cpu", "gpu", "fake"] = Field(
+        default="auto", description="vLLM's build, `cpu` or `gpu`; `auto`: the installed one"
+    )
+    block_size: Count = Field(description="tokens of a KV block")
+    num_gpu_blocks: GpuBlocks = Field(
+        description="size of the GPU tier in blocks, one of which vLLM never uses"
+    )
+    max_num_batched_tokens: Count = Field(description="at least as many as a prompt has")
+    max_model_len: Count = Field(description="at least as many as a prompt and its output have")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        default="auto",
+        description="`float32`, `float16` or `bfloat16`; `auto`: what suits the build",
+    )
+    eager: bool = Field(
+        default=False,
+        description="true: no compilation and no CUDA graphs, so a GPU server starts sooner and "
+        "generates more slowly",
+    )
 
 
 class HostSection(_Section):
-    """The host tier of the treatment and of ``control``; the last three: of ``lmcache-mp`` alone.
+    """The host tier of the treatment and of ``control``."""
 
-    For vLLM's own tiers a chunk is a block.
-    """
-
-    gib: Annotated[float, Field(gt=0, le=65_536)]
-    chunk_tokens: Count = 256
-    watermark: Share = 0.8
-    evict_ratio: Share = 0.2
-    policy: Literal["LRU", "noop"] = "LRU"
+    gib: Annotated[float, Field(gt=0, le=65_536)] = Field(
+        description="size of the host tier in GiB"
+    )
+    chunk_tokens: Count = Field(
+        default=256, description="LMCache's chunk; vLLM's own tiers keep single blocks"
+    )
+    watermark: Share = Field(
+        default=0.8, description="`lmcache-mp` alone: it evicts from this share of its size on"
+    )
+    evict_ratio: Share = Field(
+        default=0.2, description="`lmcache-mp` alone: the share of its chunks that it then evicts"
+    )
+    policy: Literal["LRU", "noop"] = Field(
+        default="LRU", description="`lmcache-mp` alone: `LRU`, or `noop`, which never evicts"
+    )
 
 
 class ArmSection(_Section):
     """What a label of ``order`` stands for, next to ``baseline``.
 
-    ``tier`` None: no host tier. ``env``, ``flags`` (words of vLLM's command line) and
-    ``connector`` (a ``--kv-transfer-config``, in place of ``tier``) are passed on as they are;
-    an arm with one of them has no exact prediction.
+    An arm with ``env``, ``flags`` or ``connector`` has no exact prediction.
     """
 
-    tier: TierKind | None = None
-    prefix_caching: bool = True
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
-    flags: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    connector: dict[str, Any] | None = None
+    tier: TierKind | None = Field(default=None, description="a kind of host tier; none by default")
+    prefix_caching: bool = Field(default=True, description="vLLM's prefix cache, the GPU tier")
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
+        default={}, description="added to vLLM's environment"
+    )
+    flags: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(), description="words appended to vLLM's command line"
+    )
+    connector: dict[str, Any] | None = Field(
+        default=None, description="a `--kv-transfer-config` in place of `tier`"
+    )
 
     @property
     def connector_class(self) -> str | None:
@@ -131,29 +166,38 @@ BUILT_IN_ARMS: dict[str, ArmSection] = {
 
 
 class ControlSection(_Section):
-    """The fits-in-GPU control: the treatment arm with this many GPU blocks instead.
+    """The fits-in-GPU control: the treatment arm on another GPU tier."""
 
-    ``documents``: it asks for the first so many alone, in every pass; None: for all.
-    """
-
-    num_gpu_blocks: GpuBlocks
-    documents: Count | None = None
+    num_gpu_blocks: GpuBlocks = Field(
+        description="size of the control's GPU tier in blocks, enough for every document it asks for"
+    )
+    documents: Count | None = Field(
+        default=None, description="the control asks for the first so many only; by default for all"
+    )
 
 
 class DeadlineSection(_Section):
     """The longest each wait may take, in seconds."""
 
-    start_s: Seconds = 240
-    request_s: Seconds = 120
-    settle_s: Seconds = 20
+    start_s: Seconds = Field(default=240, description="longest start of a session's servers")
+    request_s: Seconds = Field(default=120, description="longest answer to a request")
+    settle_s: Seconds = Field(
+        default=20, description="longest wait after an answer for counters that are final"
+    )
 
 
 class Plan(_Section):
     """A plan file as written; ``resolve`` turns it into an ``Experiment``."""
 
-    schema_version: Annotated[int, Field(alias="schema", ge=1, le=1)]
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,40}$")]
-    order: Annotated[tuple[Label, ...], Field(min_length=1, strict=False)]
+    schema_version: Annotated[int, Field(alias="schema", ge=1, le=1)] = Field(
+        description="version of this format: 1"
+    )
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,40}$")] = Field(
+        description="a name for the run folder"
+    )
+    order: Annotated[tuple[Label, ...], Field(min_length=1, strict=False)] = Field(
+        description="the sessions, each an arm: `baseline`, one treatment and perhaps `control`"
+    )
     model: ModelSection = ModelSection()
     workload: WorkloadSection
     server: ServerSection
