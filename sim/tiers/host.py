@@ -1,14 +1,13 @@
 """What passes between the predictor and a host tier, and what every host tier does alike.
 
 A host tier sees one request at a time: which prompt chunks it has, how much the GPU already
-holds, and in which prefill steps the rest is computed. Nothing here depends on an engine's
-version; the three tiers are ``sim.tiers.lmcache_mp``, ``sim.tiers.lmcache`` and ``sim.tiers.native``.
+holds, and in which prefill steps the rest is computed. Nothing here depends on an engine's version.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 ALIGN_BYTES = 4096
 """What LMCache rounds every stored object up to (``AddressManager.ALIGN_BYTES``)."""
@@ -65,29 +64,11 @@ class HostShare:
     stored_chunks: int = 0
 
 
-class HostTier(Protocol):
-    """A host tier between two requests: settled, nothing in flight."""
+class HostCache(ABC):
+    """A host tier between two requests, settled: its resident chunks in recency order.
 
-    evicted: int
-    """Chunks dropped since the start."""
-
-    def __len__(self) -> int:
-        """Chunks resident now."""
-
-    def recency(self) -> tuple[int, ...]:
-        """Resident keys, the next to be evicted first."""
-
-    def check(self, request: HostRequest) -> None:
-        """Raise NotPredictable, and change nothing, where ``serve`` could not be exact."""
-
-    def serve(self, request: HostRequest) -> HostShare:
-        """Take ``request`` through lookup, load, store and settling."""
-
-
-class ChunkStore:
-    """Resident chunks in recency order: what all tiers have in common.
-
-    ``capacity`` in chunks, 0 = stores nothing; ValueError for a negative one.
+    ``capacity`` in chunks, 0 = stores nothing; ValueError for a negative one. ``evicted``: chunks
+    dropped since the start.
     """
 
     def __init__(self, capacity: int, chunk_tokens: int) -> None:
@@ -104,6 +85,13 @@ class ChunkStore:
     def recency(self) -> tuple[int, ...]:
         """Resident keys, the next to be evicted first."""
         return tuple(self._chunks)
+
+    def check(self, request: HostRequest) -> None:  # noqa: B027 - most serve every request exactly
+        """Raise NotPredictable, and change nothing, where ``serve`` could not be exact."""
+
+    @abstractmethod
+    def serve(self, request: HostRequest) -> HostShare:
+        """Take ``request`` through lookup, load, store and settling."""
 
     def touch(self, keys: Sequence[int]) -> None:
         """Make the resident ones of ``keys`` the most recent, the first of them most of all."""

@@ -9,15 +9,12 @@ the step that needs it, so no timer and no settling decides what survives.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sim.tiers.host import ChunkStore, HostRequest, HostShare, HostTier, leading, lmcache_load
+from sim.tiers.host import HostCache, HostRequest, HostShare, leading, lmcache_load
 from sim.tiers.spec import TierModel, TierSpec, refuse_policy
 
 
-class InProcessChunks(ChunkStore):
+class InProcessChunks(HostCache):
     """A store that finds no room evicts one chunk at a time."""
-
-    def check(self, request: HostRequest) -> None:
-        """Every request is predictable, in any number of prefill steps."""
 
     def serve(self, request: HostRequest) -> HostShare:
         """Lookup, load, and a store after each prefill step.
@@ -59,7 +56,7 @@ class InProcessChunks(ChunkStore):
         return len(missing)
 
 
-def _open(spec: TierSpec) -> HostTier:
+def _open(spec: TierSpec) -> HostCache:
     refuse_policy(spec)
     return InProcessChunks(spec.host_chunks or 0, spec.chunk_tokens)
 

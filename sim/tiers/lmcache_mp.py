@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from sim.tiers.host import (
-    ChunkStore,
+    HostCache,
     HostRequest,
     HostShare,
-    HostTier,
     NotPredictable,
     align_up,
     leading,
@@ -24,7 +23,7 @@ from sim.tiers.spec import TierModel, TierSpec
 POLICIES = ("LRU", "noop")
 
 
-class HostChunks(ChunkStore):
+class HostChunks(HostCache):
     """LMCache's host store: chunks of equal size, under watermark eviction.
 
     ``watermark`` and ``evict_ratio`` are shares in (0, 1]. ``total_bytes`` and ``chunk_bytes``
@@ -148,7 +147,7 @@ def _usage_scale(
     return unit, total_bytes
 
 
-def _open(spec: TierSpec) -> HostTier:
+def _open(spec: TierSpec) -> HostCache:
     if spec.block_size == 1:
         # The load is allotted blocks for all but the last token of a prompt found in full, and
         # LMCache 0.5.6 refuses to write a whole chunk into one block less.

@@ -8,11 +8,11 @@ blocks. ``tests/live/test_tiers_match_native.py`` drives the real classes agains
 from collections.abc import Sequence
 from itertools import islice
 
-from sim.tiers.host import ChunkStore, HostRequest, HostShare, HostTier, NotPredictable, leading
+from sim.tiers.host import HostCache, HostRequest, HostShare, NotPredictable, leading
 from sim.tiers.spec import Recency, TierModel, TierSpec, engine_rules, refuse_policy
 
 
-class NativeChunks(ChunkStore):
+class NativeChunks(HostCache):
     """A store evicts what it needs, at once and all or nothing.
 
     ``recency`` says when a request's chunks become the most recent: ``finish`` once, when the
@@ -97,7 +97,7 @@ class NativeChunks(ChunkStore):
         return len(missing)
 
 
-def _open(spec: TierSpec) -> HostTier:
+def _open(spec: TierSpec) -> HostCache:
     refuse_policy(spec)
     recency = spec.native_recency or engine_rules(spec.engine).native_recency
     if recency is None:

@@ -5,7 +5,7 @@ from typing import Final, assert_never
 
 from sim.tiers import lmcache, lmcache_mp, native, simple
 from sim.tiers.gpu_pool import GpuPool
-from sim.tiers.host import HostTier
+from sim.tiers.host import HostCache
 from sim.tiers.settings import HOST_KINDS, TIER_KINDS, HostKind, TierKind
 from sim.tiers.spec import TierModel, TierSpec, engine_rules
 
@@ -41,7 +41,7 @@ def open_gpu(spec: TierSpec) -> GpuPool:
     return GpuPool(spec.num_gpu_blocks, hashless_first=rule)
 
 
-def open_host(spec: TierSpec) -> HostTier | None:
+def open_host(spec: TierSpec) -> HostCache | None:
     """The empty host tier of ``spec``, or None for none.
 
     Raises ValueError for a spec no server could have, NotPredictable for one that is not modelled.

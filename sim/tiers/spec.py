@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from sim.tiers.host import HostTier, NotPredictable
+from sim.tiers.host import HostCache, NotPredictable
 from sim.tiers.settings import DEFAULT_KIND, HostKind, HostSettings
 
 Recency = Literal["finish", "access"]
@@ -115,7 +115,7 @@ class TierModel:
     bytes matter to the chunk. ``takes_any_chunk``: its chunks need not be whole GPU blocks.
     """
 
-    open_tier: Callable[[TierSpec], HostTier]
+    open_tier: Callable[[TierSpec], HostCache]
     has_watermark: bool = False
     takes_any_chunk: bool = False
 
