@@ -226,7 +226,7 @@ def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
             "--evict-ratio": host.evict_ratio,
             "--policy": host.policy,
         }
-    return (sys.executable, "-m", "servers.fake.server", *flat(options), *switches)
+    return (sys.executable, "-m", "servers.fake", *flat(options), *switches)
 
 
 def _fake_geometry(server: ServerSpec) -> KvGeometry:

@@ -100,11 +100,6 @@ class TierSpec(HostSettings):
             return self.host
         return "none" if self.host_chunks is None else DEFAULT_KIND
 
-    @property
-    def usable_gpu_tokens(self) -> int:
-        """Tokens the GPU tier can hold: all blocks but vLLM's null block."""
-        return (self.num_gpu_blocks - 1) * self.block_size
-
 
 @dataclass(frozen=True, slots=True)
 class TierModel:

@@ -28,7 +28,8 @@ from harness.counters.tiers.registry import COUNTED
 from harness.measure.settle import Scraper
 from servers.arms import Arm, ServerSpec
 from servers.child import ServerLog
-from servers.fake.server import FakeServer, FakeSpec
+from servers.fake.server import FakeServer
+from servers.fake.spec import FakeSpec
 from servers.launch import Running
 from servers.probe import probe
 from servers.series import Series

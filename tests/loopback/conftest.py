@@ -47,7 +47,7 @@ StartProcess = Callable[..., FakeProcess]
 
 @pytest.fixture
 def fake_process(tmp_path: Path) -> Iterator[StartProcess]:
-    """Start ``python -m servers.fake.server ARGS`` with a script; ends it after the test."""
+    """Start ``python -m servers.fake ARGS`` with a script; ends it after the test."""
     numbers = itertools.count(1)
     with contextlib.ExitStack() as stack:
 
@@ -57,7 +57,7 @@ def fake_process(tmp_path: Path) -> Iterator[StartProcess]:
             rules.write_text(json.dumps(list(script)))
             files = ("--script", str(rules), "--ledger", str(ledger))
             process = subprocess.Popen(
-                [sys.executable, "-m", "servers.fake.server", "--port", "0", *args, *files],
+                [sys.executable, "-m", "servers.fake", "--port", "0", *args, *files],
                 stderr=subprocess.PIPE,
                 text=True,
             )

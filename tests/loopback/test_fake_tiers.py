@@ -18,8 +18,9 @@ from harness.record.row import Row
 from servers.arms import Arm, ServerSpec
 from servers.child import ServerLog
 from servers.errors import LaunchError
-from servers.fake.server import FakeServer, FakeSpec
-from servers.fake.server import main as fake_main
+from servers.fake.__main__ import main as fake_main
+from servers.fake.server import FakeServer
+from servers.fake.spec import FakeSpec
 from servers.launch import Running
 from servers.probe import probe
 from servers.tiers.base import HostTier

@@ -24,8 +24,8 @@ from servers.arms import GIB, Arm, ServerSpec
 from servers.child import ServerLog
 from servers.command import Command
 from servers.errors import LaunchError, ServerDied
-from servers.fake.engine import FakeSpec
 from servers.fake.server import FakeServer
+from servers.fake.spec import FakeSpec
 from servers.launch import STOP_GRACE_S, Running, launch, serve
 from servers.memory import transfer_for
 from servers.ports import Ports, free_ports
@@ -105,7 +105,7 @@ def stub(
 SERVING = """
     import os, signal, subprocess, sys, threading, time
     from servers.fake.server import FakeServer
-    from servers.fake.engine import FakeSpec
+    from servers.fake.spec import FakeSpec
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     server = FakeServer(FakeSpec(model_name="m"), port={port})
@@ -515,7 +515,7 @@ def test_a_command_without_a_fixed_hash_seed_is_refused(tmp_path: Path, seed: st
 def test_a_mistyped_option_is_a_failed_launch(tmp_path: Path, run):
     # A40
     code = """
-    from servers.fake.server import main
+    from servers.fake.__main__ import main
     main(["--port", "{port}", "--chunk-tokenz", "7"])
     """
     with pytest.raises(LaunchError, match="unrecognized arguments") as caught, stub(tmp_path, code):

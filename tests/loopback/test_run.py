@@ -15,7 +15,7 @@ import pytest
 
 from harness.record.journal import read_journal
 from harness.record.row import Row
-from servers.fake.server import LEDGER_VARIABLE, SCRIPT_VARIABLE
+from servers.fake.__main__ import LEDGER_VARIABLE, SCRIPT_VARIABLE
 from servers.processes import leftovers
 from tests.factory import PLAN_TOML
 

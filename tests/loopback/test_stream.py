@@ -18,7 +18,8 @@ import pytest
 from harness.measure.answer import StreamResult
 from harness.measure.stream import complete_prompt, open_client
 from servers.fake.engine import output_ids
-from servers.fake.server import FakeServer, FakeSpec
+from servers.fake.server import FakeServer
+from servers.fake.spec import FakeSpec
 
 PROMPT = list(range(100, 180))
 SPEC = FakeSpec(model_name="m")

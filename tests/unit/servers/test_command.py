@@ -235,7 +235,7 @@ def test_servers_listen_on_loopback_only():
 
 def test_the_fake_is_one_process_with_both_ports():
     (command,) = rendered(lmcache("fake"))
-    assert command.argv[1:3] == ("-m", "servers.fake.server")
+    assert command.argv[1:3] == ("-m", "servers.fake")
     given = dict(zip(command.argv[3::2], command.argv[4::2], strict=True))
     # 0.5 GiB in chunks of 256 tokens x 4096 bytes (1 MiB each, the default for a model not on disk)
     assert given["--host-chunks"] == "512"
