@@ -1,6 +1,7 @@
 """README.md, docs/ and the pages beside them: what they quote, name, link and let a reader type."""
 
 import argparse
+import contextlib
 import re
 import runpy
 import shlex
@@ -15,8 +16,9 @@ import pytest
 import typer
 
 from harness.cli import COMMANDS, command_line
-from harness.plan.files import load_plan
-from scripts.gpu_kit import box
+from harness.plan.files import load_plan, parse_plan
+from harness.plan.plan import BUILT_IN_ARMS
+from scripts.gpu_kit import box, pack
 from tests.places import ROOT
 
 GUIDE = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -89,6 +91,29 @@ def test_every_field_of_a_plan_is_in_the_guide() -> None:
     assert len(fields) > 20
     assert sorted(fields - named) == []
     assert {"arms.NAME.tier", "decision.pass", "workload.vocab"} <= named
+
+
+def test_every_treatment_is_in_the_guide_and_no_other() -> None:
+    page = section("docs/arms.md", "Treatments")
+    assert set(re.findall(r"^\| `([\w-]+)` \|", page, re.M)) == BUILT_IN_ARMS.keys()
+
+
+def test_the_arms_of_the_guide_work_in_a_plan() -> None:
+    first, second = re.findall(r"^```toml\n(.*?)^```", text("docs/arms.md"), re.M | re.S)
+    order, arm = first.split("\n\n")
+    demo = re.sub(r"order = \[[^\]]*\]", order, text("harness/presets/demo.toml"))
+    plan = parse_plan(f"{demo}{arm}{second}".encode(), where="p")
+    assert plan.treatment == "triton"
+    assert plan.arm("triton").tier == "lmcache-mp"
+    assert plan.arm("mine").connector_class == "OffloadingConnector"
+
+
+def test_the_versions_in_the_guide_are_those_that_are_installed_and_packed() -> None:
+    vllm, lmcache = re.findall(r'"(?:vllm|lmcache)==([\d.]+)"', text("pyproject.toml"))[-2:]
+    assert f"vLLM {vllm} with LMCache {lmcache}" in text("README.md")
+    page = " ".join(text("docs/gpu-boxes.md").split())
+    assert f"beside vLLM {pack.VLLM} and LMCache {pack.LMCACHES[-1]}" in page
+    assert f"at most {pack.LIMIT_BYTES >> 20} MiB" in page
 
 
 def test_every_command_is_in_the_readme() -> None:
@@ -181,10 +206,8 @@ def assert_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *words = shlex.split(re.sub(r"[\[\]…]", "", line), comments=True)
     if program.endswith("kvcliff"):
         name, *rest = words
-        if not name.startswith("-"):
-            PARSERS.commands[name].make_context(
-                name, rest
-            )  # UsageError: no such option, too few words
+        with contextlib.suppress(typer.Exit):  # --help
+            PARSERS.commands[name].make_context(name, rest)
     elif "python" in program:
         assert_script_parses(words, monkeypatch)
     else:

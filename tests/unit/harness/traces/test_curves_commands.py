@@ -747,10 +747,9 @@ def test_your_gpu_is_given_like_any_capacity(
     assert "1.54k tokens" in (tmp_path / "c.svg").read_text()  # three whole blocks
 
 
-def test_the_readmes_figures_are_those_of_the_committed_curve() -> None:
-    root = ROOT
-    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
-    found = json.loads((root / "results/real-curve.json").read_text(encoding="utf-8"))
+def test_the_guides_figures_are_those_of_the_committed_curve() -> None:
+    guide = " ".join((ROOT / "docs/traces.md").read_text(encoding="utf-8").split())
+    found = json.loads((ROOT / "results/real-curve.json").read_text(encoding="utf-8"))
     (target,) = [t for t in found["targets"] if t["target"] == 0.95]
     (point,) = [p for p in found["points"] if p["gpu_tokens"] == 200_000]
     (pair,) = found["with_host"]["points"]
@@ -761,7 +760,7 @@ def test_the_readmes_figures_are_those_of_the_committed_curve() -> None:
         f"200 k tokens serves {point['hit_share']:.0%}".replace("%", " %"),
         f"of 2 M tokens behind it, {1 - pair['computed_share']:.0%}".replace("%", " %"),
     ):
-        assert text in readme
+        assert text in guide
 
 
 def test_csv_has_one_line_a_point(loaded: Loaded, tmp_path: Path) -> None:
