@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.errors import InputError
 from harness.plan.files import read_plan
 from harness.record.folder import PLAN_FILE
 
@@ -36,11 +37,11 @@ _NOT_MADE = 2  # kvcliff's exit codes from here on: there is no whole run to sho
 
 
 def plan_files(names: list[str]) -> list[Path]:
-    """The plan files called ``names``, or all; ValueError names the known ones."""
+    """The plan files called ``names``, or all; InputError names the known ones."""
     known = {path.stem: path for path in sorted(PLANS.glob("*.toml"))}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"no plan {unknown[0]!r} in {PLANS}; known: {', '.join(known)}")
+        raise InputError(f"no plan {unknown[0]!r} in {PLANS}; known: {', '.join(known)}")
     return [known[name] for name in names] or list(known.values())
 
 
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     words = parser.parse_args(argv)
     try:
         files = [] if words.table else plan_files(words.plans)
-    except ValueError as error:
+    except InputError as error:
         parser.error(str(error))
     done = newest_runs()
     for file in files:

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
+from sim.errors import SpecError
+
 VOCAB_SIZE: Final = 512
 WEIGHT_SEED: Final = 20260101
 # 0.08: measured with vLLM 0.32 on these sizes, 13-16 distinct greedy tokens of 16 and a first-token
@@ -61,13 +63,13 @@ def write_dummy_model(config: bytes, folder: Path) -> Path:
     """A model folder below ``folder`` of this config.json, with a tokenizer and no weights.
 
     It is enough for ``--load-format dummy``: vLLM reads only shape and tokenizer. The tokenizer has
-    a word for every id of ``vocab_size``. Raises ValueError for a config without one, OSError when
+    a word for every id of ``vocab_size``. Raises SpecError for a config without one, OSError when
     ``folder`` cannot be written.
     """
     content = json.loads(config)
     vocab_size = content.get("vocab_size")
     if type(vocab_size) is not int or vocab_size < 1:
-        raise ValueError(f"config.json has vocab_size={vocab_size!r}: no tokenizer can be written")
+        raise SpecError(f"config.json has vocab_size={vocab_size!r}: no tokenizer can be written")
     # The first words of the tokenizer stand for all of it: their form is the same for every size.
     recipe = config + json.dumps([tokenizer_json(2), _tokenizer_config(0)]).encode()
     name = f"dummy-{hashlib.sha256(recipe).hexdigest()[:12]}"

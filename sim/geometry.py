@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sim.errors import SpecError
 from sim.layout import KvLayout
 from sim.tiers.host import align_up
 
@@ -25,20 +26,20 @@ class KvGeometry:
 
     def __post_init__(self) -> None:
         if self.bytes_per_token < 1:
-            raise ValueError(f"{self.bytes_per_token} bytes of KV per token; at least 1 is needed")
+            raise SpecError(f"{self.bytes_per_token} bytes of KV per token; at least 1 is needed")
 
     @classmethod
     def from_config(cls, path: Path, kv_dtype: str) -> "KvGeometry":
         """Read ``path``, a config.json or the folder holding one.
 
         ``kv_dtype`` is what the cache is kept in ("bfloat16", "fp8", …); "auto" takes the config's
-        own dtype, unless that is float32, which vLLM's "auto" casts down. Raises ValueError for a
+        own dtype, unless that is float32, which vLLM's "auto" casts down. Raises SpecError for a
         model that is not predictable to the token (``KvLayout.why_not_predictable``) or a config
         with a size missing; OSError when there is no file.
         """
         layout = KvLayout.from_config(path, kv_dtype)
         if layout.why_not_predictable is not None:
-            raise ValueError(f"{layout.source}: {layout.why_not_predictable}")
+            raise SpecError(f"{layout.source}: {layout.why_not_predictable}")
         return cls(sum(group.bytes_per_token or 0 for group in layout.groups))
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
@@ -64,28 +65,28 @@ def find_model(name: str, environ: Mapping[str, str] = os.environ) -> Path:
 
     A path wins. A hub id ("org/name") is looked up in Hugging Face's cache (HF_HUB_CACHE, else
     HF_HOME/hub, else XDG_CACHE_HOME/huggingface/hub) at the snapshot its ``refs/main`` names.
-    Nothing is downloaded: ValueError says where it looked.
+    Nothing is downloaded: SpecError says where it looked.
     """
     path = Path(name).expanduser()
     if name and path.exists():
         return path
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name in (".", ".."):
-        raise ValueError(f"model {name!r} is neither a path that exists nor a hub id like org/name")
+        raise SpecError(f"model {name!r} is neither a path that exists nor a hub id like org/name")
     repository = hub_cache(environ) / f"models--{name.replace('/', '--')}"
     reference = repository / "refs" / "main"
     snapshots = repository / "snapshots"
     if reference.is_file():
-        snapshot = snapshots / reference.read_text(encoding="utf-8").strip()
+        snapshot = snapshots / reference.read_text(encoding="utf-8", errors="replace").strip()
     else:
         found = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
         if len(found) > 1:
             names = ", ".join(folder.name for folder in found)
-            raise ValueError(
+            raise SpecError(
                 f"{snapshots} holds {len(found)} snapshots: give the path of one: {names}"
             )
         snapshot = found[0] if found else snapshots / "main"
     if not (snapshot / "config.json").is_file():
-        raise ValueError(
+        raise SpecError(
             f"model {name!r} is not a path, and not downloaded: no config.json in {snapshot}"
         )
     return snapshot

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from sim.errors import SpecError
+
 Kind = Literal["full_attention", "sliding_window", "chunked_attention", "mla", "state"]
 
 _DTYPE_BYTES = {
@@ -91,14 +93,14 @@ class KvGroup:
         """Bytes each of ``workers`` tensor-parallel ranks keeps of one token.
 
         Heads are divided, or repeated where there are fewer of them than ranks; a latent is kept
-        whole by every rank. Raises ValueError for a number of ranks vLLM refuses and for states.
+        whole by every rank. Raises SpecError for a number of ranks vLLM refuses and for states.
         """
         if self.bytes_per_token is None:
-            raise ValueError(f"{self.kind} layers keep no tokens")
+            raise SpecError(f"{self.kind} layers keep no tokens")
         if self.kv_heads is None:
             return self.bytes_per_token
         if self.kv_heads % workers and workers % self.kv_heads:
-            raise ValueError(
+            raise SpecError(
                 f"{self.kv_heads} KV heads cannot be shared by {workers} tensor-parallel ranks"
             )
         return self.bytes_per_token // self.kv_heads * max(1, self.kv_heads // workers)
@@ -120,15 +122,15 @@ class KvLayout:
     def from_config(cls, path: Path, kv_dtype: str) -> "KvLayout":
         """Read ``path`` as ``KvGeometry.from_config`` does, for any model this module knows.
 
-        Raises ValueError where not even the groups can be told; OSError when there is no file.
+        Raises SpecError where not even the groups can be told; OSError when there is no file.
         """
         file = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{file} is not JSON: {error}") from error
+            raise SpecError(f"{file} is not JSON: {error}") from error
         if not isinstance(config, dict):
-            raise ValueError(f"{file} holds a {type(config).__name__}, not a model config")
+            raise SpecError(f"{file} holds a {type(config).__name__}, not a model config")
         text = config.get("text_config")
         text = text if isinstance(text, dict) else config
         text = _CLASS_DEFAULTS.get(str(text.get("model_type")), {}) | text
@@ -157,12 +159,12 @@ class KvLayout:
         return None
 
     def check_workers(self, workers: int) -> None:
-        """Raise ValueError for a number of tensor-parallel ranks vLLM refuses for this model.
+        """Raise SpecError for a number of tensor-parallel ranks vLLM refuses for this model.
 
         ``ModelConfig.verify_with_parallel_config`` of vLLM 0.32: the heads must be divisible.
         """
         if self.attention_heads is not None and self.attention_heads % workers:
-            raise ValueError(
+            raise SpecError(
                 f"{self.attention_heads} attention heads cannot be shared by {workers} "
                 "tensor-parallel ranks"
             )
@@ -226,7 +228,7 @@ class _Reader:
         if self.text.get("index_topk"):
             unknown.append("index_topk: the sparse indexer keeps a cache of its own, not counted")
         if not groups:
-            raise ValueError(f"{self.file}: no layer keeps KV")
+            raise SpecError(f"{self.file}: no layer keeps KV")
         heads = None
         if self.text.get("num_attention_heads") is not None:
             heads = self._size("num_attention_heads")
@@ -237,31 +239,31 @@ class _Reader:
         for field, reason in _REFUSED_WHEN_SET.items():
             named = field in ("multi_query", "num_kv_heads") and text.get("num_key_value_heads")
             if text.get(field) and not named:
-                raise ValueError(
+                raise SpecError(
                     f"{self.file} sets {field}={text[field]!r}: {reason}; not supported"
                 )
         v_head_dim = text.get("v_head_dim")
         if not text.get("kv_lora_rank") and v_head_dim not in (None, text.get("head_dim")):
-            raise ValueError(f"{self.file} has v_head_dim={v_head_dim!r}, not that of K")
+            raise SpecError(f"{self.file} has v_head_dim={v_head_dim!r}, not that of K")
 
     def _kinds(self) -> list[Kind | Literal["none"]]:
         """What each layer keeps, first layer first."""
         text, layers = self.text, self._size("num_hidden_layers")
         named = self._named_layers(layers)
         if len(named) != layers:
-            raise ValueError(
+            raise SpecError(
                 f"{self.file} names the kind of {len(named)} layers and has {layers} of them"
             )
         strange = sorted({str(name) for name in named if name not in _KIND_OF})
         if strange:
-            raise ValueError(
+            raise SpecError(
                 f"{self.file} has layers of {strange}, whose KV is not known here; "
                 f"known: {sorted(_KIND_OF)}"
             )
         kinds = [_KIND_OF[name] for name in named]
         recurrent = [field for field in text if field.startswith(_RECURRENT_FIELDS)]
         if recurrent and "state" not in kinds:
-            raise ValueError(
+            raise SpecError(
                 f"{self.file} sets {recurrent[0]} and names no layer with a recurrent state: which "
                 "layers keep what is not known"
             )
@@ -289,7 +291,7 @@ class _Reader:
             interval = self._size("full_attention_interval")
             return _every(layers, lambda i: (i + 1) % interval == 0, "linear_attention")
         if text.get("attention_chunk_size"):
-            raise ValueError(
+            raise SpecError(
                 f"{self.file} sets attention_chunk_size and no layer_types: which layers have "
                 "chunked attention is not known"
             )
@@ -314,9 +316,7 @@ class _Reader:
         if self.text.get("num_kv_shared_layers"):
             shared = self._size("num_kv_shared_layers")
         if shared >= len(kinds):
-            raise ValueError(
-                f"{self.file} has num_kv_shared_layers={shared} of {len(kinds)} layers"
-            )
+            raise SpecError(f"{self.file} has num_kv_shared_layers={shared} of {len(kinds)} layers")
         if shared:
             unknown.append(
                 f"the last {shared} layers share another layer's KV and hold none; whether the "
@@ -336,7 +336,7 @@ class _Reader:
             return heads
         kv_heads = self._size("num_key_value_heads")
         if heads % kv_heads:  # vLLM's Attention layer asserts it
-            raise ValueError(
+            raise SpecError(
                 f"{self.file} has num_key_value_heads={kv_heads}, which do not divide its "
                 f"{heads} attention heads: every KV head serves as many of them"
             )
@@ -376,7 +376,7 @@ class _Reader:
     def _size(self, field: str, *, least: int = 1) -> int:
         value = self.text.get(field)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(
+            raise SpecError(
                 f"{self.file} has {field}={value!r}; a whole number of at least {least} is needed"
             )
         return value
@@ -384,7 +384,7 @@ class _Reader:
     def _list(self, field: str) -> list[Any]:
         value = self.text[field]
         if not isinstance(value, list):
-            raise ValueError(f"{self.file} has {field}={value!r}; a list is needed")
+            raise SpecError(f"{self.file} has {field}={value!r}; a list is needed")
         return value
 
     def _head_dim(self) -> int:
@@ -393,7 +393,7 @@ class _Reader:
             return self._size("head_dim")
         hidden = self._size("hidden_size")
         if hidden % heads:
-            raise ValueError(
+            raise SpecError(
                 f"{self.file} has no head_dim, and hidden_size {hidden} is not a multiple of "
                 f"{heads} heads"
             )
@@ -414,7 +414,7 @@ class _Reader:
         scheme = self.config.get("quantization_config")
         for field in ("kv_cache_scheme", "kv_cache_quant_algo"):
             if isinstance(scheme, dict) and scheme.get(field):
-                raise ValueError(
+                raise SpecError(
                     f"{self.file} declares quantization_config.{field}={scheme[field]!r}, so "
                     "vLLM's 'auto' is not the model's dtype: name the KV dtype"
                 )
@@ -425,12 +425,12 @@ class _Reader:
             self._refuse_quantized_kv()
             name = self._own_dtype()
             if name in ("", "float32"):
-                raise ValueError(
+                raise SpecError(
                     f"{self.file} says dtype {name or 'nothing'}, so vLLM's 'auto' depends on the "
                     "machine: name the KV dtype"
                 )
         if name not in _DTYPE_BYTES:
-            raise ValueError(f"KV dtype {name!r} is not known; known: {sorted(_DTYPE_BYTES)}")
+            raise SpecError(f"KV dtype {name!r} is not known; known: {sorted(_DTYPE_BYTES)}")
         return _DTYPE_BYTES[name]
 
 

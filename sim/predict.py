@@ -8,6 +8,7 @@ and vLLM's scheduler (``vllm/v1/core/sched/scheduler.py``).
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from sim.errors import SpecError
 from sim.split import TokenSplit
 from sim.tiers.host import HostRequest, HostShare, NotPredictable
 from sim.tiers.prefix_keys import PrefixKeys
@@ -41,10 +42,10 @@ class Predictor:
     def __init__(self, tiers: TierSpec) -> None:
         """Start with both tiers empty.
 
-        Raises ValueError for a spec no server could have, NotPredictable for one not modelled.
+        Raises SpecError for a spec no server could have, NotPredictable for one not modelled.
         """
         if tiers.max_num_batched_tokens < 1:
-            raise ValueError(
+            raise SpecError(
                 f"max_num_batched_tokens is {tiers.max_num_batched_tokens}; it must be at least 1"
             )
         self.tiers = tiers
@@ -77,11 +78,11 @@ class Predictor:
 
         ``output_ids`` are the generated ids, when a later prompt repeats them; None means they
         never recur. ``stopped``: a stop token ended it before its max_tokens, not their number.
-        Raises ValueError for a request the server could not serve and NotPredictable for one whose
+        Raises SpecError for a request the server could not serve and NotPredictable for one whose
         end is a matter of timing; neither changes anything.
         """
         if output_ids is not None and len(output_ids) != output_tokens:
-            raise ValueError(f"{len(output_ids)} output ids for {output_tokens} output tokens")
+            raise SpecError(f"{len(output_ids)} output ids for {output_tokens} output tokens")
         n_blocks = self._blocks_of(len(prompt), output_tokens, stopped=stopped)
         # The last generated token never gets a slot: blocks hold prompt + output - 1 tokens.
         known = prompt if output_ids is None else (*prompt, *output_ids[:-1])
@@ -151,14 +152,14 @@ class Predictor:
     def _blocks_of(self, n_prompt: int, output_tokens: int, *, stopped: bool) -> int:
         """Blocks the request holds at its end, after every reason to refuse it."""
         if n_prompt < 1 or output_tokens < 1:
-            raise ValueError(
+            raise SpecError(
                 f"a prompt of {n_prompt} tokens with {output_tokens} output tokens; "
                 "each must be at least 1"
             )
         n_slots = n_prompt + output_tokens - 1
         n_blocks = -(-n_slots // self.tiers.block_size)
         if n_blocks > self.gpu.usable:
-            raise ValueError(
+            raise SpecError(
                 f"a prompt of {n_prompt} tokens with {output_tokens} output tokens needs "
                 f"{n_blocks} blocks of {self.tiers.block_size}; {self.gpu.usable} of "
                 f"{self.tiers.num_gpu_blocks} GPU blocks are usable"

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from sim.errors import SpecError
+
 Phase = Literal["warmup", "measure"]
 PassOrder = Literal["fwd", "rev"]
 Questions = Literal["new", "appended", "repeated"]
@@ -107,7 +109,7 @@ def build_workload(spec: WorkloadSpec) -> Workload:
 
     Every document starts with its own token id, so no two share a first block. Only what
     ``spec.questions`` says comes back in a later pass; questions are distinct otherwise.
-    Raises ValueError when the ids cannot be made distinct or a count is out of range.
+    Raises SpecError when the ids cannot be made distinct or a count is out of range.
     """
     _check(spec)
     low, high = spec.vocab
@@ -138,17 +140,17 @@ def _check(spec: WorkloadSpec) -> None:
     low, high = spec.vocab
     for field in ("documents", "document_tokens", "question_tokens", "output_tokens"):
         if getattr(spec, field) < 1:
-            raise ValueError(f"{field} is {getattr(spec, field)}; it must be at least 1")
+            raise SpecError(f"{field} is {getattr(spec, field)}; it must be at least 1")
     for field in ("warmup_documents", "document_step_tokens"):
         if getattr(spec, field) < 0:
-            raise ValueError(f"{field} is {getattr(spec, field)}; it must be at least 0")
+            raise SpecError(f"{field} is {getattr(spec, field)}; it must be at least 0")
     if not spec.passes or any(order not in _ORDER_WORD for order in spec.passes):
-        raise ValueError(f"passes are {list(spec.passes)}; each must be 'fwd' or 'rev'")
+        raise SpecError(f"passes are {list(spec.passes)}; each must be 'fwd' or 'rev'")
     if spec.questions not in _QUESTIONS:
-        raise ValueError(f"questions is {spec.questions!r}; known: {', '.join(_QUESTIONS)}")
+        raise SpecError(f"questions is {spec.questions!r}; known: {', '.join(_QUESTIONS)}")
     needed = spec.documents + spec.warmup_documents
     if not 0 <= low < high or high - low < max(needed, 2):
-        raise ValueError(
+        raise SpecError(
             f"vocab range [{low}, {high}) has too few token ids: {needed} documents each need "
             "a first token of their own"
         )
@@ -160,7 +162,7 @@ def _check_distinct(spec: WorkloadSpec, requests: list[Request]) -> None:
     if spec.questions == "repeated":
         n_prompts = spec.warmup_documents + spec.documents
     if distinct < n_prompts:
-        raise ValueError(
+        raise SpecError(
             f"question_tokens is {spec.question_tokens}: too few for {len(requests)} requests to "
             "have a question of their own"
         )

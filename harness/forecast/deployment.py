@@ -15,6 +15,7 @@ from harness.forecast.deployment_file import _REQUEST_IN_BLOCKS, Deployment
 from harness.forecast.deployment_text import sentences
 from harness.forecast.edges import host_edge_of, is_affordable, least_from
 from servers.tiers.registry import served_tier
+from sim.errors import SpecError
 from sim.geometry import GIB, find_model
 from sim.layout import KvGroup, KvLayout
 from sim.predict import NotPredictable, Predictor, TierSpec
@@ -64,7 +65,7 @@ def describe(deployment: Deployment) -> dict[str, Any]:
             advised = _advised_gib(deployment, enough, better, host["chunk_bytes"])
     except NotPredictable as error:
         raise InputError(f"this deployment cannot be predicted: {error}") from None
-    except ValueError as error:
+    except SpecError as error:
         raise InputError(str(error)) from None
     except OSError as error:
         raise InputError(f"model {deployment.model!r}: {error}") from None
@@ -102,7 +103,7 @@ def _only_group(deployment: Deployment) -> tuple[KvGroup, list[str]]:
             )
             for g in layout.groups
         )
-        raise ValueError(f"{deployment.model}: {layout.why_not_predictable} ({held})")
+        raise SpecError(f"{deployment.model}: {layout.why_not_predictable} ({held})")
     inexact = [layout.why_not_predictable] if layout.why_not_predictable else []
     if (note := engine_note(deployment.engine)) is not None:
         inexact.append(note)

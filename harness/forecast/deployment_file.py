@@ -89,14 +89,15 @@ def read_deployment(path: Path) -> Deployment:
     """DEPLOYMENT.toml; InputError names file, field and value."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        deployment = Deployment.model_validate(content)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+    try:
+        deployment = Deployment.model_validate(content)
     except ValidationError as error:
         fields = ", ".join(Deployment.model_fields)
         raise InputError(f"{path}: {describe_invalid(error)}", hint=f"fields: {fields}") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid TOML: {error}") from None
     requests = deployment.documents * len(deployment.passes)
     if requests * (deployment.request_blocks + _REQUEST_IN_BLOCKS) > _MOST_BLOCKS:
         raise InputError(

@@ -25,6 +25,7 @@ from servers.arms import Arm
 from servers.command import Command, render
 from servers.memory import SEGMENT_HEADROOM
 from servers.ports import Ports
+from sim.errors import SpecError
 from sim.predict import NotPredictable, Prediction
 from sim.split import class_of
 from sim.tiers.spec import engine_note
@@ -88,7 +89,7 @@ def _predictions(experiment: Experiment) -> tuple[Predictions, dict[str, str]]:
             predictions[name] = experiment.predictions(arm)
         except NotPredictable as error:
             reasons[name] = str(error)
-        except ValueError as error:
+        except SpecError as error:
             raise InputError(f"the plan cannot be predicted: {error}") from None
     return predictions, reasons
 
@@ -195,7 +196,7 @@ def _outlook(experiment: Experiment, predictions: Predictions) -> Outlook:
         if control is not None and control.documents is not None:
             asked = experiment.workload_of(experiment.arms[CONTROL]).requests
             of_control = gpu_edge(asked, baseline, least_blocks=least)
-    except ValueError as error:
+    except SpecError as error:
         raise InputError(f"the plan cannot be predicted: {error}") from None
     return Outlook(experiment, predictions, gpu, host, of_control)
 

@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from harness.errors import InputError
 from harness.files import describe_invalid, load_json
 from servers.tiers.registry import keeps_blocks
+from sim.errors import SpecError
 from sim.geometry import KvGeometry, find_model
 from sim.predict import NotPredictable, Prediction, TierSpec
 from sim.streaming import StreamPredictor, segment_ids
@@ -246,7 +247,7 @@ def predict_lines(
     try:
         chunk_bytes = _chunk_bytes(spec)
         predictor = StreamPredictor(_tiers(spec, chunk_bytes))
-    except ValueError as error:
+    except SpecError as error:
         raise InputError(f"{spec_name}: {error}") from None
     except OSError as error:
         raise InputError(f"{spec_name}: model {spec.model!r}: {error}") from None
@@ -291,7 +292,7 @@ def _serve(
         )
     except NotPredictable as error:
         return {"not_predictable": str(error)}
-    except ValueError as error:
+    except SpecError as error:
         return {"error": str(error)}
     return _counts(prediction, spec, chunk_bytes)
 
@@ -314,21 +315,21 @@ def _counts(
 
 
 def _chunk_bytes(spec: PredictSpec) -> int | None:
-    """Bytes of a chunk; ValueError where the spec contradicts itself or its model."""
+    """Bytes of a chunk; SpecError where the spec contradicts itself or its model."""
     given = spec.chunk_bytes
     if given is not None and given % spec.chunk_size:
-        raise ValueError(
+        raise SpecError(
             f"chunk_bytes is {given}, no multiple of chunk_size {spec.chunk_size}: give the KV of "
             "one chunk before alignment"
         )
     if spec.host_bytes is not None and given is None and spec.model is None:
-        raise ValueError("host_bytes is given, and neither chunk_bytes nor model")
+        raise SpecError("host_bytes is given, and neither chunk_bytes nor model")
     if spec.model is None:
         return given
     geometry = KvGeometry.from_config(find_model(spec.model), spec.kv_dtype)
     computed = geometry.chunk_bytes(spec.chunk_size)
     if given not in (None, computed):
-        raise ValueError(f"chunk_bytes is {given}, but {spec.model} keeps {computed} a chunk")
+        raise SpecError(f"chunk_bytes is {given}, but {spec.model} keeps {computed} a chunk")
     return computed
 
 
@@ -338,7 +339,7 @@ def _tiers(spec: PredictSpec, chunk_bytes: int | None) -> TierSpec:
         host_chunks = host_bytes = chunk_bytes = None
     elif host_chunks is None:
         if host_bytes is None or chunk_bytes is None or keeps_blocks(spec.host):
-            raise ValueError(f"host_chunks is missing; host {spec.host!r} needs it")
+            raise SpecError(f"host_chunks is missing; host {spec.host!r} needs it")
         host_chunks = host_bytes // align_up(chunk_bytes)
     model = model_of(spec.host)
     is_exact = model is not None and model.has_watermark and host_bytes is not None

@@ -76,8 +76,9 @@ def _weights_bytes(experiment: Experiment, dtype: str) -> int | None:
 
 def _utilization(flags: tuple[str, ...]) -> float:
     """The last ``--gpu-memory-utilization`` of these; vLLM's default without a usable one."""
+    given = [*values_of(flags, _UTILIZATION_FLAG)]
     try:
-        share = float([*values_of(flags, _UTILIZATION_FLAG)][-1])
+        share = float(given[-1])
     except (IndexError, ValueError):  # not given, or vLLM will refuse it with its own words
         return _UTILIZATION
     return share if 0 < share <= 1 else _UTILIZATION

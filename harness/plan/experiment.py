@@ -13,6 +13,7 @@ from harness.plan.plan import Plan, Weights, documents_of, session_name, whole_w
 from servers.arms import SUPPORTED, Arm, Build, ServerSpec
 from servers.tiers.base import HostTier
 from servers.tiers.registry import SERVED
+from sim.errors import SpecError
 from sim.geometry import KvGeometry, host_bytes
 from sim.predict import NotPredictable, Prediction, TierSpec, predict
 from sim.tiers.registry import MODELS
@@ -119,7 +120,7 @@ def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
     model = models.find(plan.model.path, weights=weights, cache_dir=cache_dir)
     try:
         geometry = KvGeometry.from_config(model.config, dtype)
-    except ValueError as error:
+    except SpecError as error:
         raise InputError(f"model.path {plan.model.path!r}: {error}") from None
     plan = _with_tier_of(plan, build)
     if geometry.host_chunks(plan.host.gib, plan.host.chunk_tokens) < 1:

@@ -13,6 +13,7 @@ from typing import Any
 from harness.errors import InputError
 from harness.plan.plan import Weights
 from servers.tinymodel import write_dummy_model, write_tiny_model
+from sim.errors import SpecError
 from sim.geometry import find_model
 
 _SHAPES = Path(__file__).parents[1] / "presets" / "models"
@@ -81,7 +82,7 @@ def find(name: str, *, weights: Weights, cache_dir: Path) -> Model:
         return _weightless(name, shape, "kvcliff's shape file", cache_dir)
     try:
         folder = find_model(name).resolve()
-    except ValueError as error:
+    except SpecError as error:
         if is_shipped:
             source = f"kvcliff's shape file, because {name} is not downloaded"
             return Model(name, shape, shape.read_bytes(), name, source)
@@ -136,7 +137,7 @@ def _weightless(name: str, config: Path, source: str, cache_dir: Path) -> Model:
     content = config.read_bytes()
     try:
         folder = write_dummy_model(content, cache_dir / "models")
-    except ValueError as error:
+    except SpecError as error:
         raise InputError(f"model.path {name!r}: {error}") from None
     return Model(name, folder / "config.json", content, str(folder), source, "dummy")
 

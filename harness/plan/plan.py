@@ -9,6 +9,7 @@ from harness.errors import InputError
 from harness.plan.labels import BASELINE, CONTROL, treatments
 from harness.plan.rule import DecisionSection
 from servers.arms import connector_class
+from sim.errors import SpecError
 from sim.tiers.settings import DEFAULT_KIND, TIER_KINDS, TierKind
 from sim.workload import (
     Questions,
@@ -242,5 +243,5 @@ def whole_workload(plan: Plan) -> Workload:
     assert work.vocab is not None, "resolve fills vocab"
     try:
         return build_workload(work.spec())
-    except ValueError as error:
+    except SpecError as error:
         raise InputError(f"workload: {error}") from None

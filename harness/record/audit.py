@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.counters.attribute import derive
 from harness.counters.errors import CounterError
-from harness.counters.tiers.registry import STATE_NAMES
+from harness.counters.tiers.registry import STATE_NAMES, tier_of
 from harness.errors import InputError
 from harness.plan.plan import session_name
 from harness.record.row import Row
@@ -121,7 +121,7 @@ def _check_sources(path: Path, number: int, row: Row, kept: dict[Any, _Derived])
     if derived is None:
         try:
             derived = _derived(row, before, after)
-        except (CounterError, ValueError) as error:
+        except CounterError as error:
             raise InputError(f"{path}, line {number}: {error}") from None
         if alike is not None and len(kept) < _MOST_KEPT:
             kept[alike] = derived
@@ -137,7 +137,9 @@ def _check_sources(path: Path, number: int, row: Row, kept: dict[Any, _Derived])
 
 
 def _derived(row: Row, before: Mapping[str, int], after: Mapping[str, int]) -> _Derived:
-    """The row's ``_DERIVED`` fields by its raw counters; raises as ``derive``."""
+    """The row's ``_DERIVED`` fields by its raw counters; CounterError where they cannot be told."""
+    if row.chunk_tokens is None and tier_of(after) is not None:
+        raise CounterError("chunk_tokens is None but the counters include a host tier")
     measured = derive(
         before,
         after,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.errors import InputError
 from harness.traces.load import SCHEMA, Loaded, head, input_errors, share_of
 from harness.traces.serving import Serving, gpu_too_small, serial_curve, shared_assumptions
 from sim.curves import bands
@@ -38,7 +39,7 @@ def read_measured(file: Path) -> list[tuple[int, float]]:
     with input_errors():
         for where, (blocks, share) in csv_numbers(file, {"gpu_blocks": int, "hit_share": float}):
             if not (1 <= blocks < 2**40 and 0 <= share <= 1):
-                raise ValueError(
+                raise InputError(
                     f"{where}: a share of {share} at {blocks} blocks; shares are 0 to 1, blocks "
                     "1 or more, below 2**40"
                 )
@@ -90,7 +91,7 @@ def _check_policies(policies: Sequence[str]) -> None:
     """Before a long trace is replayed in vain."""
     for policy in policies:
         if policy not in POLICY_NAMES:
-            raise ValueError(f"policy {policy!r} is not known; known: {', '.join(POLICY_NAMES)}")
+            raise InputError(f"policy {policy!r} is not known; known: {', '.join(POLICY_NAMES)}")
 
 
 def _curve_json(loaded: Loaded, found: Curve) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def _curve_json(loaded: Loaded, found: Curve) -> dict[str, Any]:
 
 def _overlapping(loaded: Loaded, how: Serving, file: Path, engine: str) -> tuple[Curve, int]:
     if how.forward or how.warm_up:
-        raise ValueError("a given concurrency cannot be combined with forward order or warm-up")
+        raise InputError("a given concurrency cannot be combined with forward order or warm-up")
     found = concurrent_curve(
         loaded.tree,
         events_of(*read_lifetimes(file, len(loaded.tree.requests))),

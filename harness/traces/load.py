@@ -15,6 +15,7 @@ from sim.curves.readers import read_trace
 from sim.curves.sources import expected_bytes
 from sim.curves.trace import Ints, Requests
 from sim.curves.tree import PrefixTree, build_tree
+from sim.errors import SpecError
 from sim.geometry import KvGeometry
 
 SCHEMA = 1
@@ -57,8 +58,8 @@ class Loaded:
         """One capacity of at least a block, e.g. "40 GiB", in blocks (``capacity.FORMS``)."""
         with input_errors():
             blocks = self.ruler.blocks(text)
-            if blocks < 1:
-                raise ValueError(f"capacity {text!r} is less than one block")
+        if blocks < 1:
+            raise InputError(f"capacity {text!r} is less than one block")
         return blocks
 
     @property
@@ -97,10 +98,10 @@ def load(
 def _check(options: TraceOptions) -> None:
     """Before a long trace is read in vain."""
     if not 0 < options.time_scale < float("inf"):
-        raise ValueError(f"a time scale of {options.time_scale}; it must be above 0")
+        raise InputError(f"a time scale of {options.time_scale}; it must be above 0")
     hours = options.spread_hours
     if hours is not None and not 0 <= hours < float("inf"):
-        raise ValueError(f"a spread of {hours} hours; it must be a number of at least 0")
+        raise InputError(f"a spread of {hours} hours; it must be a number of at least 0")
 
 
 def read_tree(path: str, options: TraceOptions, progress: Progress | None) -> PrefixTree:
@@ -108,7 +109,7 @@ def read_tree(path: str, options: TraceOptions, progress: Progress | None) -> Pr
     file = Path(path)
     if path != "-" and compiled.is_compiled(file):
         if options.full_blocks or options.block_tokens is not None:
-            raise ValueError(
+            raise InputError(
                 f"{path} is compiled: its blocks are fixed; compile the trace again instead"
             )
         return compiled.load(file)
@@ -127,7 +128,7 @@ def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:
     hours = options.spread_hours
     if hours is None and (requests.starts_known or len(requests.session_start_ns) == 1):
         if options.seed is not None:
-            raise ValueError(
+            raise InputError(
                 "a seed goes with a spread in hours here: this trace's sessions have start times"
             )
         scaled = f"; session starts stretched {options.time_scale:g} times"
@@ -156,22 +157,22 @@ def _warnings(tree: PrefixTree) -> tuple[str, ...]:
 def _bytes_per_token(model: Path | None, kv_dtype: str) -> float | None:
     if model is None:
         if kv_dtype != "auto":
-            raise ValueError(
+            raise InputError(
                 f"a KV cache of {kv_dtype} means nothing without a model: give --model"
             )
         return None
     try:
         return KvGeometry.from_config(model, kv_dtype).bytes_per_token
     except OSError as error:
-        raise ValueError(f"model {model}: cannot be read: {error.strerror}") from None
+        raise InputError(f"model {model}: cannot be read: {error.strerror}") from None
 
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """The library's ValueErrors are about what the user gave; so is a trace beyond the memory."""
+    """A SpecError is about what the user gave; so is a trace beyond the memory."""
     try:
         yield
-    except ValueError as error:
+    except SpecError as error:
         raise InputError(str(error)) from None
     except MemoryError as error:
         raise InputError(f"more than this machine's memory holds: {error}") from None

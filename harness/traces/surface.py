@@ -30,10 +30,11 @@ class SurfaceRun:
 
     def alone(self) -> tuple[Curve, Curve]:
         """The curve of the GPU tier with no host tier behind it, and of the host tier alone."""
-        gpu, host = (
-            serial_curve(self.loaded, self.how, "auto", unit_tokens=unit)
-            for unit in (self.surface.gpu_tokens, self.surface.chunk_tokens)
-        )
+        with input_errors():
+            gpu, host = (
+                serial_curve(self.loaded, self.how, "auto", unit_tokens=unit)
+                for unit in (self.surface.gpu_tokens, self.surface.chunk_tokens)
+            )
         return gpu, host
 
 
@@ -55,9 +56,9 @@ def run_surface(
     if how.decode or how.forward:
         raise InputError("a surface knows neither decode blocks nor the forward order")
     chunk = loaded.ruler.block_tokens if chunk_tokens is None else chunk_tokens
+    if not 1 <= chunk < MOST_TRACE_TOKENS:
+        raise InputError(f"chunks of {chunk} tokens; they hold at least 1, below 2**61")
     with input_errors():
-        if not 1 <= chunk < MOST_TRACE_TOKENS:
-            raise ValueError(f"chunks of {chunk} tokens; they hold at least 1, below 2**61")
         gpu_blocks = _tier_capacities(loaded, gpu)
         host_blocks = _tier_capacities(loaded, host)
         chunks = [blocks * loaded.ruler.block_tokens // chunk for blocks in host_blocks]

@@ -235,7 +235,7 @@ def _tried(box: Box, name: str, work: Work, *, inputs: object) -> dict[str, Any]
     """A step whose failure is written down and ends nothing; OUT is brought up to date."""
     try:
         return box.steps.do(name, work, inputs=inputs)
-    except (StepError, OSError, ValueError):
+    except (StepError, OSError, json.JSONDecodeError):
         return None
     finally:
         box.bring_back()

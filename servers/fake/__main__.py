@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from servers.fake.http import HOST
-from servers.fake.script import Script, read_script
+from servers.fake.script import Script, ScriptError, read_script
 from servers.fake.server import FakeServer
 from servers.fake.spec import FakeSpec
 from sim.tiers.settings import TIER_KINDS
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
         script = read_script(args.script) if args.script else Script()
-    except (OSError, ValueError) as error:
+    except ScriptError as error:
         sys.stderr.write(f"ERROR: script {args.script}: {error}\n")
         return 2
     faults = script.always()

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+
+class ScriptError(ValueError):
+    """A script that cannot be played, and why."""
+
+
 BEHAVIOURS: Mapping[str, str] = {
     # what one answer looks like
     "first_token_ms": "number: wait this long before the event of the first token",
@@ -82,24 +87,28 @@ class Script:
 
 
 def parse_script(rules: Sequence[Mapping[str, Any]]) -> Script:
-    """Check and order ``rules``; ValueError names the rule and what it may hold."""
+    """Check and order ``rules``; ScriptError names the rule and what it may hold."""
     parsed: list[tuple[int | None, Mapping[str, Any]]] = []
     for index, rule in enumerate(rules):
         if set(rule) != {"match", "do"}:
-            raise ValueError(f"rule {index} has {sorted(rule)}; it needs exactly match and do")
+            raise ScriptError(f"rule {index} has {sorted(rule)}; it needs exactly match and do")
         behaviours: dict[str, Any] = {}
         for step in rule["do"]:
             behaviours.update(step)
         unknown = sorted(set(behaviours) - set(BEHAVIOURS))
         if unknown:
-            raise ValueError(f"rule {index} names {unknown}; known: {sorted(BEHAVIOURS)}")
+            raise ScriptError(f"rule {index} names {unknown}; known: {sorted(BEHAVIOURS)}")
         parsed.append((_nth(index, rule["match"]), behaviours))
     return Script(tuple(parsed))
 
 
 def read_script(path: Path) -> Script:
-    """The script in the JSON file ``path``."""
-    return parse_script(json.loads(path.read_text(encoding="utf-8")))
+    """The script in the JSON file ``path``; ScriptError where it is none."""
+    try:
+        rules = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ScriptError(str(error)) from None
+    return parse_script(rules)
 
 
 def _nth(index: int, match: Mapping[str, Any]) -> int | None:
@@ -107,7 +116,7 @@ def _nth(index: int, match: Mapping[str, Any]) -> int | None:
         return None
     nth = match.get("nth")
     if set(match) != {"nth"} or isinstance(nth, bool) or not isinstance(nth, int) or nth < 1:
-        raise ValueError(
+        raise ScriptError(
             f"rule {index} matches {dict(match)}; it must be {{'nth': k >= 1}} or {{'all': true}}"
         )
     return nth

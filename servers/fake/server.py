@@ -20,6 +20,7 @@ from servers.fake.http import HOST, JSON, HangUp, Link, Listener, Request
 from servers.fake.script import Script, parse_script
 from servers.fake.spec import FakeSpec
 from servers.fake.tiers import in_process_config
+from sim.errors import SpecError
 from sim.predict import Prediction
 
 SSE = "text/event-stream; charset=utf-8"
@@ -186,7 +187,7 @@ class FakeServer:
         answer = Answer(self.spec, request, asked, faults)
         try:
             served = self._engine.serve(asked["prompt"], answer.ids, faults)
-        except ValueError as error:  # more blocks than the pool has
+        except SpecError as error:  # more blocks than the pool has
             self._engine.note(_entry(n, request, asked, status=400, end="refused"))
             link.reply_json(_error(400, "BadRequestError", str(error))["body"], status=400)
             return

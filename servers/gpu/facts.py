@@ -133,6 +133,9 @@ class Survey:
     why_not: str | None = None
 
 
-def pci_key(bus_id: str) -> tuple[int, ...]:
-    """Sort key of a PCI bus id (domain:bus:device.function, hexadecimal); ValueError for others."""
-    return tuple(int(part, 16) for part in bus_id.replace(".", ":").split(":"))
+def pci_key(bus_id: str | None) -> tuple[int, ...] | None:
+    """Sort key of a PCI bus id (domain:bus:device.function, hexadecimal); None for others."""
+    try:
+        return tuple(int(part, 16) for part in (bus_id or "").replace(".", ":").split(":"))
+    except ValueError:
+        return None

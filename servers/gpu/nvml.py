@@ -186,11 +186,9 @@ def in_pci_order(gpus: list[Gpu]) -> tuple[Gpu, ...]:
 
     NVML promises no order; CUDA is told to count by PCI bus (``servers.command``).
     """
-    try:
-        ordered = sorted(gpus, key=lambda gpu: pci_key(gpu.pci_bus_id or ""))
-    except ValueError:
-        ordered = gpus
-    return tuple(replace(gpu, index=index) for index, gpu in enumerate(ordered))
+    if all(pci_key(gpu.pci_bus_id) for gpu in gpus):
+        gpus = sorted(gpus, key=lambda gpu: pci_key(gpu.pci_bus_id) or ())
+    return tuple(replace(gpu, index=index) for index, gpu in enumerate(gpus))
 
 
 def visible_pid(pid: int) -> int | None:

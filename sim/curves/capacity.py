@@ -6,9 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim.curves.trace import MOST_TRACE_TOKENS
+from sim.errors import SpecError
 from sim.geometry import GIB
 
-_ITEM = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<scale>[kMG]?)\s*(?P<unit>[A-Za-z]*)")
+_ITEM = re.compile(
+    r"(?P<number>[0-9]{1,60}(?:\.[0-9]{1,60})?)\s*(?P<scale>[kMG]?)\s*(?P<unit>[A-Za-z]*)"
+)
 _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 _UNITS = {"": "blocks", "block": "blocks", "blocks": "blocks",
           "tok": "tokens", "token": "tokens", "tokens": "tokens",
@@ -29,11 +32,11 @@ class Ruler:
     def blocks(self, text: str) -> int:
         """Whole blocks that fit into ``text``, e.g. "100", "2M tokens" or "40GiB".
 
-        Raises ValueError that says what is wrong and what is accepted.
+        Raises SpecError that says what is wrong and what is accepted.
         """
         blocks = self._blocks(text)
         if blocks * self.block_tokens >= MOST_TRACE_TOKENS:
-            raise ValueError(f"capacity {text!r} is not below 2**61 tokens")
+            raise SpecError(f"capacity {text!r} is not below 2**61 tokens")
         return blocks
 
     def _blocks(self, text: str) -> int:
@@ -43,26 +46,26 @@ class Ruler:
         found = _ITEM.fullmatch(item[:-3].strip() if is_gib else item) if item.isascii() else None
         unit = "GiB" if is_gib else _UNITS.get(found["unit"].lower()) if found else None
         if found is None or unit is None or (is_gib and found["unit"]):
-            raise ValueError(f"capacity {text!r} is not understood; accepted: {FORMS}")
+            raise SpecError(f"capacity {text!r} is not understood; accepted: {FORMS}")
         whole, _, fraction = found["number"].partition(".")
         # In whole numbers: 0.1 M tokens are 100,000, not 99,999.
         amount = int(whole + fraction) * _SCALES[found["scale"]]
         divisor = 10 ** len(fraction)
         if unit == "blocks":
             if amount % divisor:
-                raise ValueError(f"capacity {text!r} is no whole number of blocks")
+                raise SpecError(f"capacity {text!r} is no whole number of blocks")
             return int(amount // divisor)
         if unit == "tokens":
             return int(amount // (divisor * self.block_tokens))
         if self.bytes_per_token is None:
-            raise ValueError(f"capacity {text!r} in GiB needs a model: give --model CONFIG")
+            raise SpecError(f"capacity {text!r} in GiB needs a model: give --model CONFIG")
         return int(amount * GIB / divisor // (self.bytes_per_token * self.block_tokens))
 
     def all(self, text: str) -> list[int]:
         """The comma-separated capacities of ``text``, in its order, in blocks."""
         items = [item.strip() for item in text.split(",")]
         if not all(items):
-            raise ValueError(f"capacities {text!r} have an empty item; accepted: {FORMS}")
+            raise SpecError(f"capacities {text!r} have an empty item; accepted: {FORMS}")
         return [blocks for item in items for blocks in self._expand(item)]
 
     def _expand(self, item: str) -> list[int]:
@@ -71,10 +74,10 @@ class Ruler:
         ends, colon, points = item.partition(":")
         low_text, _, high_text = ends.partition("..")
         if not colon or not re.fullmatch(r"[0-9]{1,6}", points.strip()):
-            raise ValueError(f"range {item!r} does not say how many values; accepted: {FORMS}")
+            raise SpecError(f"range {item!r} does not say how many values; accepted: {FORMS}")
         low, high, n = self.blocks(low_text), self.blocks(high_text), int(points)
         if not 1 <= low < high or n < 2:
-            raise ValueError(f"range {item!r} must rise from at least 1 block, in 2 or more values")
+            raise SpecError(f"range {item!r} must rise from at least 1 block, in 2 or more values")
         return spaced(low, high, n)
 
     def gib(self, blocks: int) -> float | None:

@@ -87,7 +87,7 @@ def load(path: Path) -> PrefixTree:
     said = _about(members, path)
     try:
         return _tree(members, said)
-    except (ValueError, IndexError, KeyError) as error:
+    except TraceError as error:
         raise TraceError(f"{path}: damaged compiled trace: {error}") from None
 
 
@@ -95,24 +95,22 @@ def _members(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
     try:
         # Opened here: numpy leaves a file it opened open when it turns out to be damaged.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            missing = [name for name in names if name not in archive.files]
-            if missing:
-                raise TraceError(f"{path}: no compiled trace: it lacks {', '.join(missing)}")
-            return {name: _column(archive[name], name) for name in names}
+            found = {name: archive[name] for name in names if name in archive.files}
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError) as error:
-        # RuntimeError: a damaged header asks for a password or an unknown compression.
+        # ValueError: numpy's. RuntimeError: the header asks for a password or another compression.
         raise TraceError(f"{path}: damaged compiled trace: {error}") from None
-
-
-def _column(values: NDArray[Any], name: str) -> NDArray[Any]:
-    """``values`` as they are; ValueError unless they are a row of integers, or of bytes."""
-    is_bytes = name in ("about", "is_next")
-    kinds = np.uint8 if is_bytes else np.signedinteger
-    if values.ndim != 1 or not np.issubdtype(values.dtype, kinds):
-        raise ValueError(f"{name} is an array of {values.dtype} with {values.ndim} dimensions")
-    return values
+    if missing := [name for name in names if name not in found]:
+        raise TraceError(f"{path}: no compiled trace: it lacks {', '.join(missing)}")
+    for name, values in found.items():
+        kinds = np.uint8 if name in ("about", "is_next") else np.signedinteger
+        if values.ndim != 1 or not np.issubdtype(values.dtype, kinds):
+            raise TraceError(
+                f"{path}: damaged compiled trace: {name} is an array of {values.dtype} with "
+                f"{values.ndim} dimensions"
+            )
+    return found
 
 
 def _about(members: dict[str, NDArray[Any]], path: Path) -> dict[str, Any]:
@@ -157,6 +155,8 @@ def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
     wide = {name: members[name].astype(np.int64) for name in _MEMBERS if name != "is_next"}
     length = wide["length"]
     is_next = np.unpackbits(members["is_next"])[: len(length)].astype(bool)
+    if len(is_next) != len(length) or len(wide["parents"]) != (~is_next).sum():
+        raise TraceError("its columns differ in length")
     parent = np.arange(len(length), dtype=np.int64) - 1
     parent[~is_next] = np.cumsum(wide["parents"])
     requests = Requests(
@@ -175,14 +175,14 @@ def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
     tree = PrefixTree.from_edges(requests, parent.astype(np.int32), length, last_edge)
     check_totals(requests, tree.blocks_of_requests(), lambda r: f"request {r}")
     if tree.n_accesses != said["accesses"]:
-        raise ValueError(f"{tree.n_accesses} accesses, but it says {said['accesses']}")
+        raise TraceError(f"{tree.n_accesses} accesses, but it says {said['accesses']}")
     return tree
 
 
 def _check_columns(requests: Requests, n_requests: int) -> None:
     sizes = {len(requests.session), len(requests.input_tokens), len(requests.output_tokens)}
     if sizes != {len(requests)} or len(requests) != n_requests:
-        raise ValueError("its columns differ in length")
+        raise TraceError("its columns differ in length")
     n_sessions = len(requests.session_start_ns)
     for name, values, stop in (
         ("session", requests.session, n_sessions),
@@ -190,15 +190,15 @@ def _check_columns(requests: Requests, n_requests: int) -> None:
         ("output_tokens", requests.output_tokens, MOST_TRACE_TOKENS),
     ):
         if len(values) and not 0 <= values.min() <= values.max() < stop:
-            raise ValueError(f"{name} {values.min()} to {values.max()} is not in [0, {stop})")
+            raise TraceError(f"{name} {values.min()} to {values.max()} is not in [0, {stop})")
 
 
 def _times(steps: Ints, said: dict[str, Any]) -> Ints:
-    """Nanoseconds; ValueError where they are no times."""
+    """Nanoseconds; TraceError where they are no times."""
     unit_ns: int = said["time_unit_ns"]
     counts = np.cumsum(steps)
     if len(counts) and not 0 <= counts.min() <= counts.max() < MOST_NS // unit_ns:
-        raise ValueError(f"times out of range, in units of {unit_ns} ns")
+        raise TraceError(f"times out of range, in units of {unit_ns} ns")
     return counts * unit_ns
 
 

@@ -15,7 +15,7 @@ from sim.curves.jit import read_only, run, use_numba
 from sim.curves.kernels import overlap
 from sim.curves.sources import csv_numbers
 from sim.curves.stack import Curve, decode_units, hit_caps, in_units, path_units
-from sim.curves.trace import Floats, Ints, TraceError
+from sim.curves.trace import Floats, Ints, TraceError, sized
 from sim.curves.tree import PrefixTree
 
 
@@ -93,7 +93,7 @@ def concurrent_curve(
     tail = (
         decode_units(tree, unit, blocks) if decode else np.zeros(len(tree.requests), dtype=np.int64)
     )
-    diff = np.zeros(int((finish - begin).sum() + tail.sum()) + 3, dtype=np.int64)
+    diff = np.zeros(sized(int((finish - begin).sum() + tail.sum()) + 3), dtype=np.int64)
     peak = run(
         overlap.concurrent_curve,
         *(read_only(ordered), read_only(tree.last_edge), read_only(tree.parent)),

@@ -9,8 +9,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from sim.curves.trace import MOST_TRACE_TOKENS, Ints
+from sim.curves.trace import MOST_TRACE_TOKENS, Ints, sized
 from sim.curves.tree import PrefixTree
+from sim.errors import SpecError
 
 TARGETS = ("lmcache", "mooncake")
 
@@ -29,13 +30,13 @@ def convert(
 
     "lmcache": lookup-hash JSONL as LMCache 0.5.6's MP server logs it and its cache simulator
     reads it, in chunks of ``chunk_tokens`` (default: the trace's block). "mooncake": block ids
-    numbered afresh. ``compress``: with gzip. Raises ValueError for an unknown target or a chunk
+    numbered afresh. ``compress``: with gzip. Raises SpecError for an unknown target or a chunk
     out of range, before anything is written.
     """
     if target not in TARGETS:
-        raise ValueError(f"target {target!r} is not known; known: {', '.join(TARGETS)}")
+        raise SpecError(f"target {target!r} is not known; known: {', '.join(TARGETS)}")
     if chunk_tokens is not None and not 1 <= chunk_tokens < MOST_TRACE_TOKENS:
-        raise ValueError(f"chunks of {chunk_tokens} tokens; they hold at least 1, below 2**61")
+        raise SpecError(f"chunks of {chunk_tokens} tokens; they hold at least 1, below 2**61")
     order = tree.requests.order() if order is None else order
     if target == "lmcache":
         rows = _lookups(tree, order, chunk_tokens or tree.requests.block_tokens, kv_bytes_per_token)
@@ -68,7 +69,8 @@ def _lookups(
     arrivals = tree.requests.arrivals_ns() / 1e9
     for r in order.tolist():
         ids = tree.ids_of(r)
-        ends = np.arange(chunk_tokens, len(ids) * block + 1, chunk_tokens)
+        n_chunks = sized(len(ids) * block // chunk_tokens)
+        ends = np.arange(1, n_chunks + 1) * chunk_tokens
         # A chunk's name: the block its last token is in, and where in it.
         names = ids[(ends - 1) // block] * block + (ends - 1) % block
         yield {

@@ -12,8 +12,9 @@ import numpy as np
 
 from sim.curves.jit import read_only, run, use_numba
 from sim.curves.kernels.stack import stack_curve
-from sim.curves.trace import MOST_TRACE_TOKENS, Ints
+from sim.curves.trace import MOST_TRACE_TOKENS, Ints, sized
 from sim.curves.tree import PrefixTree
+from sim.errors import SpecError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Curve:
     def capacity_for(self, share: float) -> int:
         """Smallest capacity with at least ``share`` of the ideal hits; 0 where there are none."""
         if not 0 < share <= 1:
-            raise ValueError(f"a target of {share}; it must be a share in (0, 1]")
+            raise SpecError(f"a target of {share}; it must be a share in (0, 1]")
         needed = math.ceil(as_written(share) * self.ideal)
         return int(np.searchsorted(self.hits, needed))
 
@@ -64,7 +65,7 @@ def curve(
     ``order``: requests as served (default: by arrival). ``unit_tokens``: the cache's block or chunk
     (default: the trace's). ``forward``: LMCache's simulator's order. ``last_token``: vLLM's rule.
     ``decode``: generated tokens take blocks too. ``warm_up``: the first share of the requests only
-    warms the cache. Raises ValueError for values out of range.
+    warms the cache. Raises SpecError for values out of range.
     """
     order = tree.requests.order() if order is None else order
     unit = unit_tokens or tree.requests.block_tokens
@@ -73,7 +74,7 @@ def curve(
     n, first = len(order), first_counted(len(order), warm_up)
     tail = decode_units(tree, unit, blocks) if decode else np.zeros(n, dtype=np.int64)
     # No distance exceeds all units there are; memory behind the farthest hit is never touched.
-    diff = np.zeros(int((finish - begin).sum() + tail.sum()) + 2, dtype=np.int64)
+    diff = np.zeros(sized(int((finish - begin).sum() + tail.sum()) + 2), dtype=np.int64)
     n_runs = len(tree.parent) + 1
     farthest = run(
         stack_curve,
@@ -94,7 +95,7 @@ def curve(
 def first_counted(n_requests: int, warm_up: float) -> int:
     """Requests that only warm the cache, for a share of ``n_requests`` in [0, 1)."""
     if not 0 <= warm_up < 1:
-        raise ValueError(f"a warm-up of {warm_up}; it must be a share in [0, 1)")
+        raise SpecError(f"a warm-up of {warm_up}; it must be a share in [0, 1)")
     return math.floor(as_written(warm_up) * n_requests)
 
 
@@ -106,7 +107,7 @@ def as_written(share: float) -> Fraction:
 def in_units(tree: PrefixTree, unit_tokens: int) -> tuple[Ints, Ints]:
     """Depth of each edge's ends in whole units: a unit belongs to the edge its last token is in."""
     if not 1 <= unit_tokens < MOST_TRACE_TOKENS:
-        raise ValueError(f"a block of {unit_tokens} tokens; it holds at least 1, below 2**61")
+        raise SpecError(f"a block of {unit_tokens} tokens; it holds at least 1, below 2**61")
     block = tree.requests.block_tokens
     if unit_tokens == block:
         return tree.start, tree.end

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.errors import SpecError
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 IdArray = NDArray[np.signedinteger[Any]]
@@ -19,7 +21,7 @@ MOST_TRACE_TOKENS = 2**61
 """The tokens of a trace stay below this, so that sums and differences fit 64 bits."""
 
 
-class TraceError(ValueError):
+class TraceError(SpecError):
     """A trace that cannot be used: what is wrong, and in which file, line and field."""
 
 
@@ -49,7 +51,7 @@ class Requests:
     def arrivals_ns(self, time_scale: float = 1.0) -> Ints:
         """Arrival of each request; ``time_scale`` stretches the sessions' starts, not their pace.
 
-        The first session starts when it did. Raises ValueError where 64 bits do not hold the times.
+        The first session starts when it did. Raises SpecError where 64 bits do not hold the times.
         """
         starts = self.session_start_ns
         if time_scale != 1 and len(starts):
@@ -57,7 +59,7 @@ class Requests:
             with np.errstate(over="ignore"):
                 stretched = (starts - first) * time_scale
             if not stretched.max() < MOST_NS:
-                raise ValueError(
+                raise SpecError(
                     f"a time scale of {time_scale:g} puts sessions {stretched.max() / 1e9:g} s "
                     f"after the first; {MOST_NS / 1e9:g} s is the most"
                 )
@@ -72,10 +74,10 @@ class Requests:
         """The same sessions, each starting at a random moment of ``[0, spread_s)``.
 
         The moments come from Python's ``random.Random(seed)``, one per session in their order, so
-        they are the same on every machine and version. Raises ValueError for a spread too long.
+        they are the same on every machine and version. Raises SpecError for a spread too long.
         """
         if not spread_s * 1e9 < MOST_NS:
-            raise ValueError(f"a spread of {spread_s:g} s; {MOST_NS / 1e9:g} s is the most")
+            raise SpecError(f"a spread of {spread_s:g} s; {MOST_NS / 1e9:g} s is the most")
         draw = random.Random(seed)
         starts = [int(draw.random() * spread_s * 1e9) for _ in self.session_start_ns]
         return replace(self, session_start_ns=np.array(starts, dtype=np.int64), starts_known=True)
@@ -136,6 +138,13 @@ def check_totals(requests: Requests, blocks: Ints, where: Callable[[int], str]) 
                 f"{where(int(tokens.argmax()))}: {tokens.max():.3g} {name} tokens, of "
                 f"{tokens.sum():.3g} in the trace; it must stay below {float(MOST_TRACE_TOKENS):.3g}"
             )
+
+
+def sized(n: int) -> int:
+    """``n``, the length of an array; MemoryError where numpy, having none so long, says ValueError."""
+    if n >= 2**60:
+        raise MemoryError(f"an array of {n:.3g} numbers")
+    return n
 
 
 def offsets_of(counts: Ints) -> Ints:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sim.curves.jit import read_only, run, use_numba
 from sim.curves.kernels import build
-from sim.curves.trace import Ints, Requests, Trace
+from sim.curves.trace import Ints, Requests, Trace, TraceError
 
 Edges = NDArray[np.int32]
 
@@ -37,7 +37,7 @@ class PrefixTree:
     def from_edges(
         cls, requests: Requests, parent: Edges, length: Ints, last_edge: Edges
     ) -> "PrefixTree":
-        """Derive depths and chains; raises ValueError where the numbers are no such tree."""
+        """Derive depths and chains; raises TraceError where the numbers are no such tree."""
         _check(requests, parent, length, last_edge)
         number = np.arange(len(parent), dtype=np.int32)
         is_head = parent != number - 1
@@ -77,14 +77,14 @@ def _check(requests: Requests, parent: Edges, length: Ints, last_edge: Edges) ->
     n = len(parent)
     numbers = np.arange(n)
     if len(length) != n or len(last_edge) != len(requests):
-        raise ValueError(
+        raise TraceError(
             f"{n} edges with {len(length)} lengths, {len(requests)} requests with "
             f"{len(last_edge)} path ends"
         )
     if n and (parent.min() < -1 or (parent >= numbers).any() or length.min() < 1):
-        raise ValueError("an edge lies before its parent or has no block")
+        raise TraceError("an edge lies before its parent or has no block")
     if len(last_edge) and (last_edge.min() < -1 or last_edge.max() >= n):
-        raise ValueError(f"a path ends at an edge that is not among the {n}")
+        raise TraceError(f"a path ends at an edge that is not among the {n}")
 
 
 def _depths(parent: Edges, length: Ints, is_head: NDArray[np.bool_]) -> Ints:

@@ -7,6 +7,8 @@ The rules are read from block_pool.py, kv_cache_manager.py and single_type_kv_ca
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from sim.errors import SpecError
+
 NULL_BLOCK = 0
 """The id vLLM's ``BlockPool.__init__`` takes out of the pool and never hands to a request."""
 
@@ -22,7 +24,7 @@ class GpuPool:
 
     def __init__(self, num_gpu_blocks: int, *, hashless_first: bool = True) -> None:
         if num_gpu_blocks < 2:
-            raise ValueError(
+            raise SpecError(
                 f"{num_gpu_blocks} GPU blocks leave none usable; one of them is vLLM's null block"
             )
         self.usable = num_gpu_blocks - 1
@@ -69,12 +71,12 @@ class GpuPool:
     def take(self, hit: Sequence[int], n_blocks: int) -> list[int]:
         """The ``n_blocks`` blocks a request holds: ``hit`` first, then from the queue's head.
 
-        A block taken from the head forgets its key. Raises ValueError, and changes nothing, when
+        A block taken from the head forgets its key. Raises SpecError, and changes nothing, when
         the pool cannot supply them.
         """
         n_new = n_blocks - len(hit)
         if not 0 <= n_new <= self.n_free - len(hit):
-            raise ValueError(
+            raise SpecError(
                 f"a request of {n_blocks} blocks, {len(hit)} of them cached, does not fit: "
                 f"{self.n_free} of {self.usable} usable GPU blocks are free"
             )

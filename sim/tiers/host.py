@@ -9,11 +9,13 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from sim.errors import SpecError
+
 ALIGN_BYTES = 4096
 """What LMCache rounds every stored object up to (``AddressManager.ALIGN_BYTES``)."""
 
 
-class NotPredictable(ValueError):  # noqa: N818 - a verdict on a request, not an accident
+class NotPredictable(SpecError):  # noqa: N818 - a verdict on a request, not an accident
     """The server can do this, but not in a way that is the same every time; says why."""
 
 
@@ -67,13 +69,13 @@ class HostShare:
 class HostCache(ABC):
     """A host tier between two requests, settled: its resident chunks in recency order.
 
-    ``capacity`` in chunks, 0 = stores nothing; ValueError for a negative one. ``evicted``: chunks
+    ``capacity`` in chunks, 0 = stores nothing; SpecError for a negative one. ``evicted``: chunks
     dropped since the start.
     """
 
     def __init__(self, capacity: int, chunk_tokens: int) -> None:
         if capacity < 0:
-            raise ValueError(f"a host store of {capacity} chunks; 0 is the smallest")
+            raise SpecError(f"a host store of {capacity} chunks; 0 is the smallest")
         self.capacity = capacity
         self.evicted = 0
         self._chunk_tokens = chunk_tokens

@@ -9,6 +9,7 @@ before the next request arrives. ``tests/live/test_tiers_match_lmcache.py`` driv
 from collections.abc import Iterable
 from dataclasses import replace
 
+from sim.errors import SpecError
 from sim.tiers.host import (
     HostCache,
     HostRequest,
@@ -28,7 +29,7 @@ class HostChunks(HostCache):
 
     ``watermark`` and ``evict_ratio`` are shares in (0, 1]. ``total_bytes`` and ``chunk_bytes``
     make the usage ratio exact: LMCache divides used bytes by all bytes, and a store is rarely a
-    whole number of chunks; without them the ratio is chunks over ``capacity``. Raises ValueError
+    whole number of chunks; without them the ratio is chunks over ``capacity``. Raises SpecError
     for values that contradict each other and NotPredictable for a policy that is not modelled.
     """
 
@@ -46,7 +47,7 @@ class HostChunks(HostCache):
         super().__init__(capacity, chunk_tokens)
         for field, share in (("watermark", watermark), ("evict_ratio", evict_ratio)):
             if not 0 < share <= 1:
-                raise ValueError(f"{field} is {share}; it must be a share in (0, 1]")
+                raise SpecError(f"{field} is {share}; it must be a share in (0, 1]")
         if policy not in POLICIES:
             raise NotPredictable(f"eviction policy {policy!r} is not modelled; known: {POLICIES}")
         self._watermark = watermark
@@ -134,13 +135,13 @@ def _usage_scale(
     if total_bytes is None and chunk_bytes is None:
         return 1, capacity
     if total_bytes is None or chunk_bytes is None or chunk_bytes < 1:
-        raise ValueError(
+        raise SpecError(
             f"total_bytes={total_bytes} with chunk_bytes={chunk_bytes}: an exact usage ratio "
             "needs both, and chunks of at least 1 byte"
         )
     unit = align_up(chunk_bytes)
     if total_bytes // unit != capacity:
-        raise ValueError(
+        raise SpecError(
             f"a store of {total_bytes} bytes holds {total_bytes // unit} chunks of {unit} aligned "
             f"bytes, not {capacity}"
         )

@@ -6,6 +6,8 @@ vLLM and LMCache chain a hash over the prefix (``vllm/v1/core/kv_cache_utils.has
 
 from collections.abc import Sequence
 
+from sim.errors import SpecError
+
 
 class PrefixKeys:
     """Names whole prefixes by one int each: two equal keys mean two equal prefixes, always.
@@ -16,7 +18,7 @@ class PrefixKeys:
 
     def __init__(self, block_tokens: int) -> None:
         if block_tokens < 1:
-            raise ValueError(f"a block of {block_tokens} tokens; it must hold at least 1")
+            raise SpecError(f"a block of {block_tokens} tokens; it must hold at least 1")
         self._block_tokens = block_tokens
         self._table: dict[tuple[int, tuple[int, ...]], int] = {}
         self._next = 1  # 0 names the empty prefix

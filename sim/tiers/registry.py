@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Final, assert_never
 
+from sim.errors import SpecError
 from sim.tiers import lmcache, lmcache_mp, native, simple
 from sim.tiers.gpu_pool import GpuPool
 from sim.tiers.host import HostCache
@@ -34,7 +35,7 @@ def model_of(kind: HostKind | None) -> TierModel | None:
 
 
 def open_gpu(spec: TierSpec) -> GpuPool:
-    """The empty GPU tier of ``spec``. Raises ValueError for one no server could have."""
+    """The empty GPU tier of ``spec``. Raises SpecError for one no server could have."""
     rule = spec.hashless_first
     if rule is None:
         rule = engine_rules(spec.engine).hashless_first
@@ -44,18 +45,18 @@ def open_gpu(spec: TierSpec) -> GpuPool:
 def open_host(spec: TierSpec) -> HostCache | None:
     """The empty host tier of ``spec``, or None for none.
 
-    Raises ValueError for a spec no server could have, NotPredictable for one that is not modelled.
+    Raises SpecError for a spec no server could have, NotPredictable for one that is not modelled.
     """
     kind = spec.host_kind
     if kind not in HOST_KINDS:
-        raise ValueError(f"host is {kind!r}; known: {', '.join(HOST_KINDS)}")
+        raise SpecError(f"host is {kind!r}; known: {', '.join(HOST_KINDS)}")
     if (kind == "none") != (spec.host_chunks is None):
-        raise ValueError(f"host {kind!r} with host_chunks {spec.host_chunks}: one contradicts")
+        raise SpecError(f"host {kind!r} with host_chunks {spec.host_chunks}: one contradicts")
     model = model_of(kind)
     if model is None:
         return None
     if spec.chunk_tokens < 1 or (spec.chunk_tokens % spec.block_size and not model.takes_any_chunk):
-        raise ValueError(
+        raise SpecError(
             f"chunks of {spec.chunk_tokens} tokens are not whole blocks of {spec.block_size}; "
             f"host {kind!r} refuses such a pair"
         )

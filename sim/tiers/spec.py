@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from sim.errors import SpecError
 from sim.tiers.host import HostCache, NotPredictable
 from sim.tiers.settings import DEFAULT_KIND, HostKind, HostSettings
 
@@ -33,7 +34,7 @@ def engine_rules(engine: str) -> EngineRules:
 
     ``hashless_first`` since 0.24 (PR #42656). Native recency: at request finish since 0.31, at
     access, too, since 0.33; up to 0.30 the scheduler touched whole prefixes before and after each
-    store, which is a third rule. Raises ValueError for what is no version and NotPredictable for
+    store, which is a third rule. Raises SpecError for what is no version and NotPredictable for
     one older than was ever compared.
     """
     version = _version(engine)
@@ -49,7 +50,7 @@ def engine_rules(engine: str) -> EngineRules:
 def engine_note(engine: str) -> str | None:
     """What a prediction for vLLM ``engine`` takes for granted; None for a version compared.
 
-    Raises ValueError for what is no version.
+    Raises SpecError for what is no version.
     """
     if _version(engine) <= NEWEST_ENGINE:
         return None
@@ -60,7 +61,7 @@ def engine_note(engine: str) -> str | None:
 def _version(engine: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", engine)
     if match is None:
-        raise ValueError(f"engine {engine!r} is no vLLM version; expected one like '0.32.0'")
+        raise SpecError(f"engine {engine!r} is no vLLM version; expected one like '0.32.0'")
     return (int(match[1]), int(match[2]))
 
 

@@ -242,8 +242,11 @@ def server_state(status: Any) -> ServerState:
     """Read /status of 0.5.6 (one entry per L1 manager) or older (a single ``l1_manager``)."""
     try:
         storage = status["storage_manager"]
-        l1 = _default_or(storage, "l1_managers", "l1_manager")
-        eviction = _default_or(storage, "l1_eviction_controllers", "l1_eviction_controller")
+        if "l1_managers" in storage:
+            l1 = storage["l1_managers"]["_default"]
+            eviction = storage["l1_eviction_controllers"]["_default"]
+        else:
+            l1, eviction = storage["l1_manager"], storage["l1_eviction_controller"]
         busy = {n: int(l1[n]) for n in ("read_locked_count", "write_locked_count")}
         busy["staging_object_count"] = int(l1.get("staging_object_count", 0))
         busy["active_prefetch_jobs"] = int(status["active_prefetch_jobs"])
@@ -260,12 +263,6 @@ def server_state(status: Any) -> ServerState:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise MissingSeries(f"LMCache's /status has no usable {error}") from error
-
-
-def _default_or(storage: Any, plural: str, singular: str) -> Any:
-    if plural in storage:
-        return storage[plural]["_default"]
-    return storage[singular]
 
 
 def check_server(before: Mapping[str, int], after: Mapping[str, int]) -> None:

@@ -193,6 +193,14 @@ def test_sources_that_do_not_follow_from_the_rows_own_counters_are_refused(tmp_p
         read_journal(write_journal(tmp_path / "j.jsonl", record))
 
 
+def test_a_tiers_counters_without_the_size_of_its_chunks_are_refused(tmp_path: Path) -> None:
+    record = make_record()
+    for counters in ("counters_before", "counters_after"):
+        record[counters] = {**record[counters], "native_load_bytes": 0}
+    with pytest.raises(InputError, match="line 1: chunk_tokens is None but the counters include"):
+        read_journal(write_journal(tmp_path / "j.jsonl", record))
+
+
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
