@@ -72,9 +72,10 @@ def checked(root: Path) -> tuple[int, str]:
 
 
 def test_the_pictures_beside_the_result_are_of_the_run_it_quotes() -> None:
-    readme = text("README.md")
-    (run,) = re.findall(r"<!-- result of (\S+),", readme)
-    assert set(re.findall(r"\(results/([^/)]*)/report-\w+\.png\)", readme)) == {run}
+    (run,) = re.findall(r"<!-- result of (\S+),", text("README.md"))
+    for page in ("README.md", "docs/results.md"):
+        pictures = re.findall(r"\((?:\.\./)?results/([^/)]*)/report-\w+\.png\)", text(page))
+        assert set(pictures) == {run}
 
 
 # --- what is named
@@ -114,6 +115,15 @@ def test_the_versions_in_the_guide_are_those_that_are_installed_and_packed() -> 
     page = " ".join(text("docs/gpu-boxes.md").split())
     assert f"beside vLLM {pack.VLLM} and LMCache {pack.LMCACHES[-1]}" in page
     assert f"at most {pack.LIMIT_BYTES >> 20} MiB" in page
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len(text("README.md").splitlines()) <= 150
+
+
+def test_the_matrix_has_as_many_plans_as_the_readme_says() -> None:
+    plans = list((ROOT / "harness/presets/matrix").glob("*.toml"))
+    assert f"{len(plans)} plans on the same engines" in text("README.md")
 
 
 def test_every_command_is_in_the_readme() -> None:
