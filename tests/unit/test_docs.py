@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import re
 import runpy
 import shlex
@@ -9,13 +10,19 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from harness.cli import COMMANDS, command_line
+from harness.errors import KvcliffError
+from harness.forecast.deployment_file import Deployment
+from harness.forecast.requests import PredictSpec
 from harness.plan.files import load_plan, parse_plan
 from harness.plan.plan import BUILT_IN_ARMS
 from scripts.gpu_kit import box, pack
@@ -92,6 +99,55 @@ def test_every_field_of_a_plan_is_in_the_guide() -> None:
     assert len(fields) > 20
     assert sorted(fields - named) == []
     assert {"arms.NAME.tier", "decision.pass", "workload.vocab"} <= named
+
+
+@pytest.mark.parametrize(
+    ("heading", "model", "elsewhere"),
+    [
+        ("Why does this deployment hit nothing?", Deployment, set()),
+        (
+            "Where do the tokens of these requests come from?",
+            PredictSpec,
+            {
+                "engine",
+                "block_size",
+                "host",
+                "watermark",
+                "evict_ratio",
+                "policy",
+                "model",
+                "kv_dtype",
+            },
+        ),
+    ],
+)
+def test_the_fields_of_a_description_are_in_the_guide_with_their_defaults(
+    heading: str, model: type[BaseModel], elsewhere: set[str]
+) -> None:
+    page = section("docs/predictions.md", heading)
+    said = {
+        name: default
+        for names, defaults in re.findall(r"^\| (`.*?) \| (.*?) ?\| .* \|$", page, re.M)
+        for name, default in zip_longest(
+            names.split(", "), defaults.split(", ") if "[" not in defaults else [defaults]
+        )
+    }
+    fields = {name: field for name, field in model.model_fields.items() if name not in elsewhere}
+    assert said == {f"`{name}`": default_of(field) for name, field in fields.items()}
+
+
+def default_of(field: FieldInfo) -> str:
+    """A field's default as the guide writes it."""
+    if field.is_required():
+        return "needed"
+    return "" if field.default is None else f"`{json.dumps(field.default)}`"
+
+
+def test_the_readme_has_the_exit_code_of_every_error() -> None:
+    (said,) = re.findall(r"Exit codes: (.*?)\. ?$", text("README.md"), re.M | re.S)
+    codes = {int(code) for code in re.findall(r"(?:^|· )(\d+) ", said)}
+    errors = (KvcliffError, *KvcliffError.__subclasses__())
+    assert {0, 130} | {error.exit_code for error in errors} <= codes
 
 
 def test_every_treatment_is_in_the_guide_and_no_other() -> None:

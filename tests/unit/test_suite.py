@@ -81,6 +81,18 @@ def is_test_module(name: str) -> bool:
     return last.startswith("test_") and any(file.stem == last for file in FILES)
 
 
+def test_no_test_imports_a_private_name() -> None:
+    names = [
+        (file, alias.name)
+        for file, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert len(names) > 1000
+    assert [f"{file}: {name}" for file, name in names if re.match("_(?!_)", name)] == []
+
+
 def test_no_row_is_made_when_a_module_is_imported() -> None:
     # One wrong field would be an error of collection, which hides every other test's result.
     made = [f"{file}: {called(call)}" for file, tree in parsed() for call in at_import(tree)]
