@@ -44,8 +44,8 @@ class GpuLoad(_Open):
     n_samples: int
     n_throttle: int
     throttle: dict[str, int]
-    pcie_generation: tuple[float, float] | None = Field(strict=False)
-    pcie_width: tuple[float, float] | None = Field(strict=False)
+    pcie_generation: tuple[int, int] | None = Field(strict=False)
+    pcie_width: tuple[int, int] | None = Field(strict=False)
 
 
 class GpuDevice(_Open):
