@@ -220,11 +220,8 @@ def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
         options |= {
             "--host-kind": host.kind,
             "--host-chunks": geometry.host_chunks(host.gib, host.chunk_tokens),
-            "--chunk-tokens": host.chunk_tokens,
             "--chunk-bytes": geometry.chunk_bytes(host.chunk_tokens),
-            "--watermark": host.watermark,
-            "--evict-ratio": host.evict_ratio,
-            "--policy": host.policy,
+            **{f"--{name.replace('_', '-')}": value for name, value in host.settings().items()},
         }
     return (sys.executable, "-m", "servers.fake", *flat(options), *switches)
 

@@ -15,6 +15,7 @@ from servers.fake.http import HOST
 from servers.fake.script import Script, ScriptError, read_script
 from servers.fake.server import FakeServer
 from servers.fake.spec import FakeSpec
+from servers.tiers.registry import SERVED
 from sim.tiers.settings import TIER_KINDS
 
 SCRIPT_VARIABLE = "KVCLIFF_FAKE_SCRIPT"
@@ -75,10 +76,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(option, type=kind, default=value, choices=choices)
     args = parser.parse_args(argv)
     if (args.lmcache_http_port is not None) != _spec(args).has_lmcache_port:
-        parser.error(
-            "--lmcache-http-port goes with --host-chunks of the kinds lmcache-mp and lmcache, and "
-            "with nothing else"
-        )
+        kinds = " or ".join(kind for kind, tier in SERVED.items() if tier.has_lmcache)
+        parser.error(f"--lmcache-http-port goes with --host-chunks of {kinds}, and nothing else")
     return args
 
 

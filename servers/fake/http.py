@@ -70,7 +70,7 @@ class Link:
         lines += [f"content-length: {len(body)}", "", ""]
         self._sock.sendall("\r\n".join(lines).encode() + body)
 
-    def reply_json(self, body: Mapping[str, Any], *, status: int = 200) -> None:
+    def reply_json(self, body: object, *, status: int = 200) -> None:
         """One whole answer of JSON."""
         self.reply(status, json.dumps(body).encode(), JSON)
 

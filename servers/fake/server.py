@@ -19,7 +19,6 @@ from servers.fake.engine import FakeEngine
 from servers.fake.http import HOST, JSON, HangUp, Link, Listener, Request
 from servers.fake.script import Script, parse_script
 from servers.fake.spec import FakeSpec
-from servers.fake.tiers import in_process_config
 from sim.errors import SpecError
 from sim.predict import Prediction
 
@@ -125,33 +124,13 @@ class FakeServer:
 
     def _answer_lmcache(self, link: Link, request: Request) -> None:
         self.seen.append(f"lmcache {request.method} {request.path}")
-        if self.spec.kind == "lmcache":
-            self._answer_internal_api(link, request)
-            return
-        match request.method, request.path:
-            case "GET", "/healthcheck":
-                link.reply_json({"status": "healthy"})
-            case "GET", "/status":
-                link.reply_json(self._engine.host_status())
-            case "GET", "/config":
-                link.reply_json(self._engine.host_config())
-            case "GET", "/metrics":
-                self._metrics(link, self._engine.host_metrics)
-            case _:
-                link.reply_json({"detail": "Not Found"}, status=404)
-
-    def _answer_internal_api(self, link: Link, request: Request) -> None:
-        match request.method, request.path.partition("?")[0]:
-            case "GET", "/lmc_version":
-                link.reply(200, b'"0.5.6"', JSON)
-            case "GET", "/conf":
-                changed = self._engine.faults().get("lmcache_conf", {})
-                config = in_process_config(self.spec) | changed
-                link.reply(200, json.dumps(config).encode(), "text/plain")
-            case "GET", "/metrics":
-                self._metrics(link, self._engine.in_process_metrics)
-            case _:
-                link.reply_json({"detail": "Not Found"}, status=404)
+        path = request.path.partition("?")[0]
+        if path == "/metrics":
+            self._metrics(link, self._engine.host_metrics)
+        elif path in (pages := self._engine.host_pages()):
+            link.reply_json(pages[path])
+        else:
+            link.reply_json({"detail": "Not Found"}, status=404)
 
     def _model_card(self) -> dict[str, Any]:
         return {

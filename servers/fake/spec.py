@@ -1,49 +1,32 @@
 """What the loopback server pretends to be: its sizes, its tiers, and what it was started with."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from sim.predict import TierSpec
+from servers.tiers.registry import SERVED
 from sim.tiers.host import align_up
-from sim.tiers.settings import TierKind
-
-UNLIMITED_TOKENS = 2**31
-"""Batch size of the fake: every prompt is one prefill step."""
+from sim.tiers.settings import DEFAULT_KIND, HostSettings, TierKind
 
 
-PLAYED: tuple[TierKind, ...] = ("lmcache-mp", "lmcache", "native", "simple")
-"""The kinds of host tier it can pretend to have."""
-
-
-@dataclass(frozen=True, slots=True)
-class FakeSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeSpec(HostSettings):
     """The server pretended: sizes as in ``sim.predict.TierSpec``; ``chunk_bytes`` per chunk.
 
-    ``host_chunks`` None: no host tier. ``host_kind`` then says nothing; ``simple`` is played as
-    ``native`` that leaves the last block of a prompt found in full (exact while nothing is
-    evicted). ``host_bytes`` None: exactly those chunks, aligned. ``kv_offloading_size``: the
-    option of that name, as vLLM says it. ``max_model_len`` in tokens, prompt and output.
+    ``host_chunks`` None: no host tier, and ``host_kind`` says nothing. ``host_bytes`` None: exactly
+    those chunks, aligned. ``kv_offloading_size``: the option of that name, as vLLM says it.
+    ``max_model_len`` in tokens, prompt and output.
     """
 
     model_name: str = "fake"
     block_size: int = 32
     num_gpu_blocks: int = 64
-    host_kind: TierKind = "lmcache-mp"
+    host_kind: TierKind = DEFAULT_KIND
     host_chunks: int | None = None
-    chunk_tokens: int = 256
     chunk_bytes: int = 2**20
     host_bytes: int | None = None
-    watermark: float = 0.8
-    evict_ratio: float = 0.2
-    policy: str = "LRU"
     prefix_caching: bool = True
     kv_offloading_size: str = "None"
     max_model_len: int = 32768
     version: str = "0.32.0"
-
-    def __post_init__(self) -> None:
-        """ValueError for a kind of tier the server was not taught: it would serve another's."""
-        if self.host_kind not in PLAYED:
-            raise ValueError(f"no {self.host_kind!r} is played; known: {', '.join(PLAYED)}")
 
     @property
     def kind(self) -> TierKind | None:
@@ -53,31 +36,11 @@ class FakeSpec:
     @property
     def has_lmcache_port(self) -> bool:
         """Whether LMCache answers on a port of its own."""
-        return self.kind in ("lmcache-mp", "lmcache")
+        return self.kind is not None and SERVED[self.kind].has_lmcache
 
-    def tiers(self, *, drop_stores: bool = False) -> TierSpec:
-        """The tiers behind the answers; ``drop_stores`` gives a host tier that holds nothing."""
-        gpu_only = TierSpec(
-            block_size=self.block_size,
-            num_gpu_blocks=self.num_gpu_blocks,
-            max_num_batched_tokens=UNLIMITED_TOKENS,
-            engine=self.version,
-            prefix_caching=self.prefix_caching,
-        )
-        if self.kind is None or (drop_stores and self.kind in ("native", "simple")):
-            return gpu_only
-        is_exact = self.kind == "lmcache-mp" and self.host_bytes is not None and not drop_stores
-        return replace(
-            gpu_only,
-            host="native" if self.kind == "simple" else self.kind,
-            host_chunks=0 if drop_stores else self.host_chunks,
-            chunk_tokens=self.chunk_tokens,
-            watermark=self.watermark,
-            evict_ratio=self.evict_ratio,
-            policy=self.policy,
-            host_bytes=self.host_bytes if is_exact else None,
-            chunk_bytes=self.chunk_bytes if is_exact else None,
-        )
+    def bytes_of(self, n_tokens: int) -> int:
+        """KV of so many tokens."""
+        return n_tokens * self.chunk_bytes // self.chunk_tokens
 
     def total_host_bytes(self) -> int:
         """Bytes of the whole host tier."""

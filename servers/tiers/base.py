@@ -11,7 +11,7 @@ import httpx
 
 from servers.errors import LaunchError
 from servers.ports import Ports
-from sim.tiers.settings import HostSettings, TierKind
+from sim.tiers.settings import DEFAULT_KIND, HostSettings, TierKind
 
 Transfer = Literal["lmcache_driven", "engine_driven"]
 """Who copies KV between the engine and the host tier. ``lmcache_driven`` is what CUDA workers use;
@@ -24,7 +24,7 @@ class HostTier(HostSettings):
     """A tier of KV in host memory; ``gib`` in GiB."""
 
     gib: float
-    kind: TierKind = "lmcache-mp"
+    kind: TierKind = DEFAULT_KIND
 
 
 @dataclass(frozen=True, slots=True)

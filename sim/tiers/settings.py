@@ -1,7 +1,7 @@
 """What a host tier is asked to be; the one place that states these settings and their defaults."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 TierKind = Literal["lmcache-mp", "lmcache", "native", "simple"]
 """What keeps KV in host memory. ``lmcache-mp``: LMCache's server beside vLLM. ``lmcache``: LMCache
@@ -32,3 +32,7 @@ class HostSettings:
     watermark: float = 0.8
     evict_ratio: float = 0.2
     policy: str = "LRU"
+
+    def settings(self) -> dict[str, Any]:
+        """These fields alone, by name, of whatever has more."""
+        return {field.name: getattr(self, field.name) for field in fields(HostSettings)}

@@ -21,6 +21,7 @@ from servers.errors import LaunchError
 from servers.fake.__main__ import main as fake_main
 from servers.fake.server import FakeServer
 from servers.fake.spec import FakeSpec
+from servers.fake.tiers import simulated
 from servers.launch import Running
 from servers.probe import probe
 from servers.tiers.base import HostTier
@@ -96,7 +97,7 @@ def replayed(
 
 
 def predicted(spec: FakeSpec) -> Iterator[Prediction]:
-    predictor = Predictor(spec.tiers())
+    predictor = Predictor(simulated(spec))
     for request in WORKLOAD.requests:
         yield predictor.request(request.prompt, request.output_tokens)
 
@@ -414,8 +415,3 @@ def test_the_command_line_starts_the_server_it_describes(fake_process: Any) -> N
     page = httpx.get(f"{bare.url}/metrics", trust_env=False).text
     assert 'enable_prefix_caching="False",engine="0",kv_offloading_size="None"' in page
     assert "vllm:kv_offload" not in page
-
-
-def test_a_kind_of_tier_that_was_not_taught_is_not_played_as_another() -> None:
-    with pytest.raises(ValueError, match="no 'nixl' is played; known: lmcache-mp, lmcache"):
-        FakeSpec(host_kind="nixl", host_chunks=4)  # type: ignore[arg-type]
