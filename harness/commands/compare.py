@@ -16,7 +16,10 @@ def compare(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Say what changed between runs; refuses what must not be compared."""
+    """Say what changed between runs.
+
+    Runs that must not be compared are refused.
+    """
     from harness.report.compare import compare as compare_runs
     from harness.report.tables import show_comparison
 

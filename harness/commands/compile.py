@@ -11,7 +11,7 @@ from harness.commands.trace_arguments import TraceArguments, inputs_of, show_ans
 
 def compile_trace(
     source: TraceArguments,
-    output: Annotated[Path, typer.Argument(help="Where to write it: NAME.kvtrace.npz.")],
+    out: Annotated[Path, typer.Argument(help="Where to write it: NAME.kvtrace.npz.")],
     as_json: AsJson = False,
 ) -> None:
     """Compile a trace to a small file."""
@@ -19,7 +19,7 @@ def compile_trace(
     from harness.traces.compile import compile_trace as compile_file
     from harness.traces.tables import ReadProgress
 
-    check_outputs([output], inputs_of(source.trace))
+    check_outputs([out], inputs_of(source.trace))
     with ReadProgress() as reading:
-        content = compile_file(source.trace, output, trace_options(source), progress=reading.told)
+        content = compile_file(source.trace, out, trace_options(source), progress=reading.told)
     show_answer(content, as_json=as_json)

@@ -7,6 +7,7 @@ import typer
 
 from harness.commands.arguments import AsJson
 from harness.commands.trace_arguments import (
+    ChunkTokens,
     ModelArguments,
     TraceArguments,
     inputs_of,
@@ -18,12 +19,10 @@ from harness.commands.trace_arguments import (
 
 def convert(
     source: TraceArguments,
-    output: Annotated[Path, typer.Argument(help="File to write.")],
+    out: Annotated[Path, typer.Argument(help="File to write.")],
     *,
-    target: Annotated[str, typer.Option("--to", help="lmcache or mooncake.")] = "lmcache",
-    chunk_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a written chunk.", min=1)
-    ] = None,
+    form: Annotated[str, typer.Option("--format", help="One of lmcache, mooncake.")] = "lmcache",
+    chunk_tokens: ChunkTokens = None,
     size: ModelArguments,
     as_json: AsJson = False,
 ) -> None:
@@ -33,12 +32,12 @@ def convert(
     from harness.traces.tables import ReadProgress
 
     folder = model_config(size.model)
-    check_outputs([output], inputs_of(source.trace, folder))
+    check_outputs([out], inputs_of(source.trace, folder))
     with ReadProgress() as reading:
         content = convert_trace(
             source.trace,
-            output,
-            target,
+            out,
+            form,
             trace_options(source),
             chunk_tokens=chunk_tokens,
             model=folder,

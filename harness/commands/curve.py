@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from harness.commands.trace_arguments import (
+    CAPACITIES,
     LastToken,
     ModelArguments,
     OutputArguments,
@@ -25,10 +26,7 @@ from harness.commands.trace_arguments import (
 class CurveArguments:
     """What ``curve`` alone can be asked."""
 
-    at: Annotated[
-        str | None,
-        typer.Option(help="Capacities: 100 (blocks), 2M tokens, 40 GiB, LOW..HIGH:N, commas."),
-    ] = None
+    gpu: Annotated[str | None, typer.Option("--gpu", "--at", help=f"GPU {CAPACITIES}.")] = None
     target: Annotated[
         list[float] | None, typer.Option(help="Capacity for this share of the ideal hits.")
     ] = None
@@ -48,7 +46,7 @@ class CurveArguments:
         bool, typer.Option("--lmcache-order", help="Touch forward, as LMCache's simulator does.")
     ] = False
     mark: Annotated[
-        str | None, typer.Option(help="Your GPU's capacity, as for --at: marked in the plot.")
+        str | None, typer.Option(help="Your GPU's capacity, as for --gpu: marked in the plot.")
     ] = None
     measured: Annotated[
         Path | None, typer.Option(help="CSV of gpu_blocks,hit_share: points to plot too.")
@@ -79,7 +77,7 @@ def curve(
     run = run_curve(
         loaded,
         Serving(last_token=last_token, decode=asked.decode, warm_up=warm_up, forward=forward),
-        at=asked.at,
+        at=asked.gpu,
         targets=asked.target or (),
         policies=asked.policy or (),
         with_bands=asked.bands,

@@ -14,7 +14,10 @@ def predict(
         str, typer.Argument(help="REQUESTS.jsonl, one prompt a line; - reads stdin.")
     ],
 ) -> None:
-    """Predict requests, one JSON line each; exit code 1 when a line is refused."""
+    """Predict requests, one JSON line each.
+
+    Exit code 1 when a line is refused.
+    """
     from harness.forecast.requests import is_refused, predict_file
 
     n_refused = 0

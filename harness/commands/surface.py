@@ -5,6 +5,8 @@ from typing import Annotated
 import typer
 
 from harness.commands.trace_arguments import (
+    CAPACITIES,
+    ChunkTokens,
     LastToken,
     ModelArguments,
     OutputArguments,
@@ -24,12 +26,10 @@ def surface(
     *,
     gpu: Annotated[
         str | None,
-        typer.Option(help="GPU capacities, as for `curve --at`; one alone plots token sources."),
+        typer.Option(help=f"GPU {CAPACITIES}; one alone plots token sources."),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Host capacities, likewise.")] = None,
-    chunk_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a host chunk; LMCache's default is 256.")
-    ] = None,
+    host: Annotated[str | None, typer.Option(help="Host capacities, as for --gpu.")] = None,
+    chunk_tokens: ChunkTokens = None,
     last_token: LastToken = False,
     warm_up: WarmUp = 0.0,
     starts: StartArguments,

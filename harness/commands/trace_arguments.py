@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 LastToken = Annotated[
     bool,
     typer.Option("--last-token", help="A fully cached prompt recomputes its last block, as vLLM."),
+]
+CAPACITIES: Final = "capacities: 100 (blocks), 2M tokens, 40 GiB, LOW..HIGH:N, commas"
+ChunkTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a host chunk; LMCache's own are 256.  [default: the trace's block]",
+        show_default=False,
+        min=1,
+    ),
 ]
 WarmUp = Annotated[float, typer.Option(help="Share of the requests that only warm the caches.")]
 
@@ -71,9 +80,7 @@ class OutputArguments:
 
     plot: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--plot", "--png", "--svg", "--html", help="Write a plot: .png, .svg, .html or .json."
-        ),
+        typer.Option(help="Write a plot: .png, .svg, .html or .json."),
     ] = None
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the points as CSV.")] = None
     as_json: AsJson = False

@@ -1,13 +1,19 @@
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import typer
+from typer.main import get_command
 
 from harness import cli
+from harness.errors import InputError
 from servers.processes import Ledger, identify
 from tests.factory import PLAN_TOML
+from tests.places import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +35,8 @@ def kvcliff(*words: str) -> int:
         (["run", "--results", "a", "--results", "b"], "--results is given 2 times"),
         (["run", "--results=a", "--results=b"], "--results is given 2 times"),
         (["plan", "--json", "--json"], "--json is given 2 times"),
+        (["curve", "t", "--gpu", "1", "--at", "2"], "--gpu is given 2 times"),
+        (["--version", "--version"], "--version is given 2 times"),
         (["plan", "a.toml", "b.toml"], "unexpected extra argument"),
         (["reconcile"], "Missing argument"),
         (["plan", "nope.toml"], "cannot read the plan 'nope.toml'"),
@@ -51,6 +59,53 @@ def test_wrong_usage_exits_2_with_a_message_and_no_traceback(
     assert said in captured.err
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+def test_a_command_declares_by_itself_which_of_its_options_may_be_repeated() -> None:
+    got = []
+
+    def tag(
+        label: Annotated[list[str] | None, typer.Option()] = None,
+        colour: Annotated[str, typer.Option()] = "red",
+    ) -> None:
+        """Stick labels on."""
+        got.append((label, colour))
+
+    app = cli.command_line({"tag": tag})
+    app(args=["tag", "--label", "a", "--label=b", "--colour", "blue"], standalone_mode=False)
+    assert got == [(["a", "b"], "blue")]
+    with pytest.raises(InputError, match="--colour is given 3 times"):
+        app(args=["tag", *["--colour", "red"] * 2, "--colour=red"], standalone_mode=False)
+    assert len(got) == 1
+
+
+def test_an_option_takes_the_same_kind_of_value_in_every_command() -> None:
+    group: Any = get_command(cli.command_line(cli.COMMANDS))
+    kinds: dict[str, set[tuple[str, bool, bool]]] = {}
+    for command in group.commands.values():
+        for option in (p for p in command.params if p.param_type_name == "option"):
+            for name in option.opts:
+                kind = (repr(option.bare_type), option.is_flag, option.multiple)
+                kinds.setdefault(name, set()).add(kind)
+    assert len(kinds) > 20
+    assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [("kvcliff ", list(cli.COMMANDS)), ("kvcliff plan --d", ["--deployment", "--dummy-weights"])],
+)
+def test_a_shell_completes_commands_and_options(line: str, completed: list[str]) -> None:
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-c", "from harness.cli import main; main()"],
+        env=os.environ | words | {"_KVCLIFF_COMPLETE": "complete_bash"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == completed
 
 
 def test_plan_starts_nothing_and_predicts_the_cliff_of_the_demo(
@@ -138,7 +193,7 @@ def test_the_trace_commands_answer_in_the_published_fields(
             for i, ids in enumerate(rows)
         )
     )  # fmt: skip
-    assert kvcliff("curve", "t.jsonl", "--at", "1,2,3", "--json") == 0
+    assert kvcliff("curve", "t.jsonl", "--gpu", "1,2,3", "--json") == 0
     content = json.loads(capsys.readouterr().out)
     counts = ("requests", "accesses", "distinct_blocks", "block_size")
     assert [content[name] for name in counts] == [4, 7, 3, 512]

@@ -576,7 +576,7 @@ def kvcliff(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 
 def test_scripts_get_the_promised_fields(kvcliff: Callable[..., Any], trace: str) -> None:
-    content = kvcliff("curve", trace, "--at", "100,1,5,100")
+    content = kvcliff("curve", trace, "--gpu", "100,1,5,100")
     assert {name: content[name] for name in (
         "requests", "accesses", "distinct_blocks", "block_size")
     } == {"requests": 3, "accesses": 10, "distinct_blocks": 6, "block_size": 512}  # fmt: skip
@@ -735,7 +735,7 @@ def test_no_output_takes_the_place_of_an_input(
 def test_plots_may_be_asked_for_by_their_kind(
     kvcliff: Callable[..., Any], trace: str, tmp_path: Path
 ) -> None:
-    kvcliff("curve", trace, "--svg", str(tmp_path / "c.svg"), "--png", str(tmp_path / "c.png"))
+    kvcliff("curve", trace, "--plot", str(tmp_path / "c.svg"), "--plot", str(tmp_path / "c.png"))
     assert (tmp_path / "c.svg").read_text().startswith("<svg")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
