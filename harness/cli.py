@@ -2,10 +2,12 @@
 
 import io
 import os
+import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
@@ -31,7 +33,7 @@ from harness.commands.run import run
 from harness.commands.summarize import summarize
 from harness.commands.surface import surface
 from harness.commands.watch import watch
-from harness.errors import InputError, KvcliffError, MachineError
+from harness.errors import BugError, InputError, KvcliffError, MachineError
 from servers.errors import ServerError
 
 COMMANDS: Mapping[str, Command] = {
@@ -148,21 +150,40 @@ def _exit_code(argv: list[str] | None) -> int:
         # The reader of a pipe has left, as `head` does; keep Python from saying so at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (KvcliffError, ServerError, OSError) as error:
-        if {"-v", "--verbose"} & set(words):
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the top: what nobody knows is shown as a bug
+        is_verbose = bool({"-v", "--verbose"} & set(words))
+        if is_verbose:
             traceback.print_exception(error)
-        shown = _shown(error)
+        again = "the traceback is above" if is_verbose else f"kvcliff -v {shlex.join(words)}"
+        shown = _shown(error, see_more=again)
         console.show_error(shown)
         return shown.exit_code
 
 
-def _shown(error: KvcliffError | ServerError | OSError) -> KvcliffError:
+def _shown(error: Exception, *, see_more: str) -> KvcliffError:
     if isinstance(error, KvcliffError):
         return error
     if isinstance(error, ServerError):
         return MachineError(str(error), hint=error.hint)
+    if not isinstance(error, OSError):
+        return BugError(_about_bug(error), hint=see_more)
     place = f"{error.filename}: " if error.filename else ""
     return MachineError(
         f"{place}{error.strerror or error}",
         hint="check the path, its permissions and the free space; what was written before is kept",
+    )
+
+
+def _about_bug(error: Exception) -> str:
+    """What came up to here, and the innermost line of ours that it came through."""
+    root = Path(__file__).parents[1]
+    packages = [root / name for name in ("harness", "servers", "sim", "scripts")]
+    frames = traceback.extract_tb(error.__traceback__)
+    at = [f for f in frames if any(map(Path(f.filename).is_relative_to, packages))][-1]
+    what = "".join(traceback.format_exception_only(error)).strip()
+    return (
+        f"this is a fault of kvcliff's own, not of what it was given: {what}\n"
+        f"  at {Path(at.filename).relative_to(root)}:{at.lineno}, in {at.name}"
     )

@@ -21,3 +21,9 @@ class MachineError(KvcliffError):
     """This machine, or a server on it, cannot do what was asked."""
 
     exit_code = 3
+
+
+class BugError(KvcliffError):
+    """A fault of kvcliff's own; made in ``cli`` alone, of whatever else came up to it."""
+
+    exit_code = 70  # EX_SOFTWARE of sysexits.h

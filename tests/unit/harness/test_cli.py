@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,52 @@ def test_a_results_folder_that_cannot_be_made_is_an_environment_error(
 def test_verbose_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture[str]) -> None:
     assert kvcliff("-v", "plan", "nope.toml") == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def planted(*_: object, **__: object) -> None:
+    raise ValueError("planted")
+
+
+SPEC = {"engine": "0.32.0", "block_size": 4, "num_gpu_blocks": 9, "max_batched_tokens": 64}
+TRACE_ROW = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("words", "in_code", "where"),
+    [
+        (["describe", "t.jsonl"], "sim.curves.formats.moment", "sim/curves/formats.py"),
+        (["predict", "s.json", "r.jsonl"], "sim.predict.reusable_blocks", "sim/predict.py"),
+        (["plan", "demo"], "sim.predict.reusable_blocks", "sim/predict.py"),
+    ],
+)
+def test_a_bug_of_ours_is_shown_as_one_and_not_as_wrong_input(
+    words: list[str], in_code: str, where: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "t.jsonl").write_text(json.dumps(TRACE_ROW) + "\n")
+    (tmp_path / "s.json").write_text(json.dumps(SPEC))
+    (tmp_path / "r.jsonl").write_text('{"prompt": [1, 2], "output_len": 1}\n')
+    assert kvcliff(*words) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(in_code, planted)
+    assert kvcliff(*words) == 70
+    said = capsys.readouterr().err
+    assert "a fault of kvcliff's own, not of what it was given: ValueError: planted" in said
+    assert re.search(rf"  at {where}:[1-9][0-9]*, in _", said)
+    assert f"→ kvcliff -v {' '.join(words)}" in said
+    assert "Traceback" not in said
+    assert kvcliff("-v", *words) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_line_of_a_trace_that_cannot_be_read_is_named_with_its_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [TRACE_ROW, {**TRACE_ROW, "input_length": "many"}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert kvcliff("describe", "t.jsonl") == 2
+    said = capsys.readouterr().err
+    assert "t.jsonl:2: field 'input_length' is 'many'; a whole number is needed" in said
 
 
 def test_the_trace_commands_answer_in_the_published_fields(
