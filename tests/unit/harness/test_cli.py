@@ -13,6 +13,7 @@ from typer.main import get_command
 from harness import cli
 from harness.errors import InputError
 from servers.processes import Ledger, identify
+from tests.command import kvcliff
 from tests.factory import PLAN_TOML
 from tests.places import ROOT
 
@@ -21,11 +22,6 @@ from tests.places import ROOT
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-
-
-def kvcliff(*words: str) -> int:
-    status: Any = cli._exit_code(list(words))
-    return int(status)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from harness import cli
 from harness.forecast.preview import preview
 from harness.plan.experiment import resolve
 from harness.plan.files import load_plan
 from harness.plan.presets import preset_names
+from tests.command import kvcliff
 
 GPU_PRESETS = ["big-8b", "gpu-control", "guide-0.6b", "host-cliff", "lab-1.5b"]
 Look = Callable[[str], dict[str, Any]]
@@ -176,7 +176,7 @@ def test_plan_prints_the_labs_story_without_gpu_vllm_or_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cli._exit_code(["plan", "lab-1.5b"]) == 0
+    assert kvcliff("plan", "lab-1.5b") == 0
     said = " ".join(capsys.readouterr().out.split())  # tables wrap where the terminal ends
     for text in (
         "150 requests measured (155 with the warm-up) in 5 sessions",
@@ -196,9 +196,9 @@ def test_dummy_weights_need_no_download_and_belong_to_the_run_that_is_resumed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cli._exit_code(["plan", "big-8b", "--dummy-weights", "--json"]) == 0
+    assert kvcliff("plan", "big-8b", "--dummy-weights", "--json") == 0
     content = json.loads(capsys.readouterr().out)
     assert (content["model"]["weights"], content["model"]["is_download"]) == ("dummy", False)
     assert "download" not in content["estimate"]
-    assert cli._exit_code(["run", "--resume", "there", "--dummy-weights"]) == 2
+    assert kvcliff("run", "--resume", "there", "--dummy-weights") == 2
     assert "leave out PLAN and --results, and --dummy-weights" in capsys.readouterr().err
