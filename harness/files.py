@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import InputError
+from sim.errors import SpecError
+from sim.strict_json import strict_json
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -22,7 +23,6 @@ _MESSAGES = {
     "model_type": "Input should be a table (in JSON: an object)",
 }
 _BUFFER_BYTES = 2**20  # a million lines of a journal in a third of the time of the default 8 KiB
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -51,25 +51,11 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:
 
 
 def load_json(text: bytes, *, where: str) -> Any:
-    """Parse strict JSON: no duplicate keys, no NaN or infinity, no half of a surrogate pair.
-
-    InputError names ``where``.
-    """
+    """Parse strict JSON (``sim.strict_json``); InputError names ``where``."""
     try:
-        content = json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=_no_duplicates,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-        )
-        if _SURROGATE.search(text):
-            # Such a text can be held in memory and written to no file.
-            json.dumps(content, ensure_ascii=False).encode("utf-8")
-        return content
-    except RecursionError:
-        raise InputError(f"{where}: JSON nested too deeply") from None
-    except ValueError as error:
-        raise InputError(f"{where}: not valid JSON: {error}") from None
+        return strict_json(text)
+    except SpecError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def describe_invalid(error: "ValidationError") -> str:
@@ -87,26 +73,6 @@ def describe_invalid(error: "ValidationError") -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in record if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} appears twice")
-    return record
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number JSON has")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text} is too large for a number")
-    return value
 
 
 def dump_json(value: Any) -> str:

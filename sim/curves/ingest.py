@@ -4,7 +4,6 @@ The scanner only takes what it fully understands; whatever else a file holds, va
 the plain way, which decides and whose errors name file and line.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,8 @@ import numpy as np
 from sim.curves.jit import run, use_numba
 from sim.curves.kernels import scan
 from sim.curves.trace import Ints, TraceError
+from sim.errors import SpecError
+from sim.strict_json import strict_json
 
 BYTES_A_STEP = 10
 """JSON bytes the plain way reads in the time of one plain kernel step (≈ 50 MB/s)."""
@@ -74,32 +75,8 @@ class ArrayScanner:
 
 
 def load_json(text: bytes, where: str) -> Any:
-    """``text`` as strict JSON: no duplicate keys, no NaN or Infinity. TraceError says where."""
+    """``text`` as strict JSON; TraceError says where it is none."""
     try:
-        return _DECODER.decode(text.decode())
-    except _DuplicateError as error:
+        return strict_json(text)
+    except SpecError as error:
         raise TraceError(f"{where}: {error}") from None
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{where}: not UTF-8 at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where}: not JSON: {error}") from None
-
-
-class _DuplicateError(Exception):
-    pass
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _DuplicateError(f"field {twice!r} is there twice in one object")
-    return members
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
