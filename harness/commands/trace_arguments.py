@@ -41,6 +41,13 @@ class TraceArguments:
     block_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a block, for formats that do not say it.", min=1)
     ] = None
+    deltas: Annotated[
+        bool | None,
+        typer.Option(
+            "--deltas/--no-deltas",
+            help="Mooncake rows of a session hold what each turn adds, or whole prompts.",
+        ),
+    ] = None
     full_blocks: Annotated[
         bool, typer.Option("--full-blocks", help="Leave out blocks a prompt does not fill.")
     ] = False
@@ -93,6 +100,7 @@ def trace_options(source: TraceArguments, starts: StartArguments | None = None) 
     starts = starts or StartArguments()
     return TraceOptions(
         block_tokens=source.block_tokens,
+        deltas=source.deltas,
         full_blocks=source.full_blocks,
         spread_hours=starts.spread_hours,
         seed=starts.seed,

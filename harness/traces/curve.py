@@ -8,7 +8,7 @@ from typing import Any
 from harness.errors import InputError
 from harness.traces.load import SCHEMA, Loaded, head, input_errors, share_of
 from harness.traces.serving import Serving, gpu_too_small, serial_curve, shared_assumptions
-from sim.curves import bands
+from sim.curves import bands, turns
 from sim.curves.capacity import spaced
 from sim.curves.concurrent import concurrent_curve, events_of, read_lifetimes
 from sim.curves.policies import POLICY_NAMES, count_hits
@@ -63,6 +63,10 @@ def run_curve(
     ``targets``: shares of the ideal whose capacity is looked for. ``policies``: replayed at each
     capacity. ``concurrency``: CSV of ``request,start_s,finish_s`` instead of the serial order.
     """
+    if how.decode and loaded.tree.requests.source == turns.SOURCE:
+        raise InputError(
+            "--decode takes answers for blocks that nobody asks for again; here later turns do"
+        )
     with input_errors():
         _check_policies(policies)
         exact_from = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import InputError
-from sim.curves import compiled
+from sim.curves import compiled, turns
 from sim.curves.capacity import Ruler
 from sim.curves.readers import read_trace
 from sim.curves.sources import expected_bytes
@@ -30,12 +30,14 @@ Progress = Callable[[int, int | None, str], None]
 class TraceOptions:
     """How a trace is taken; defaults are what is said in the assumptions.
 
-    ``block_tokens``: for formats that do not carry one. ``full_blocks``: leave out blocks a prompt
+    ``block_tokens``: for formats that do not carry one. ``deltas``: whether rows of a session are
+    turns of it, None where nobody said. ``full_blocks``: leave out blocks a prompt
     does not fill. ``spread_hours``: start the sessions of a trace without start times over this
     time, at random moments drawn from ``seed``. ``time_scale``: stretch the sessions' starts.
     """
 
     block_tokens: int | None = None
+    deltas: bool | None = None
     full_blocks: bool = False
     spread_hours: float | None = None
     seed: int | None = None
@@ -91,8 +93,18 @@ def load(
         "and all before them are",
         "requests are served one after the other by arrival, those of one nanosecond in the "
         f"trace's order{spread}",
+        *_of_turns(requests),
     )
     return Loaded(tree, order, ruler, assumptions, _warnings(tree), starts_known)
+
+
+def _of_turns(requests: Requests) -> Iterator[str]:
+    if requests.source == turns.SOURCE:
+        yield (
+            "a turn's prompt is all that its session held before, answers included; an answer takes "
+            "no time, and no blocks until a prompt repeats it: a GPU tier that still has its blocks "
+            f"finds up to {turns.found_again(requests):,} more"
+        )
 
 
 def _check(options: TraceOptions) -> None:
@@ -108,15 +120,20 @@ def read_tree(path: str, options: TraceOptions, progress: Progress | None) -> Pr
     """The trace as it is, compiled or not: sessions without start times have none yet."""
     file = Path(path)
     if path != "-" and compiled.is_compiled(file):
-        if options.full_blocks or options.block_tokens is not None:
+        if (options.full_blocks, options.block_tokens, options.deltas) != (False, None, None):
             raise InputError(
-                f"{path} is compiled: its blocks are fixed; compile the trace again instead"
+                f"{path} is compiled: its blocks and prompts are fixed; compile the trace again "
+                "instead"
             )
         return compiled.load(file)
     total = expected_bytes(path)
     told = (lambda done, name: progress(done, total, name)) if progress else None
     trace = read_trace(
-        path, block_tokens=options.block_tokens, engine=options.engine, progress=told
+        path,
+        block_tokens=options.block_tokens,
+        deltas=options.deltas,
+        engine=options.engine,
+        progress=told,
     )
     if options.full_blocks:
         trace = trace.without_partial_blocks()

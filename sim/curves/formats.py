@@ -17,7 +17,7 @@ BAILIAN_BLOCK_TOKENS = 16
 _MS = 10**6
 
 MOST_PROMPT_TOKENS = 10**9
-"""Of a journal, whose blocks are named one by one: more is no prompt any engine has served."""
+"""Where blocks are named one by one, as of a journal or a conversation: more is no prompt any engine has served."""
 
 _DTYPE_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -48,12 +48,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """``name``; the fields that give it away; the field of the ids; and its row reader."""
+    """``name``; the fields that give it away; the field of the ids; and its row reader.
+
+    ``may_be_turns``: AIPerf takes such rows for turns of a conversation where they name one.
+    """
 
     name: str
     needs: frozenset[str]
     ids_field: str
     rows: Callable[[dict[str, Any], str, int | None], Iterator[Row]]
+    may_be_turns: bool = False
 
 
 def format_of(row: Any, where: str) -> Format:
@@ -63,10 +67,39 @@ def format_of(row: Any, where: str) -> Format:
     for known in FORMATS:
         if known.needs <= row.keys():
             return known
+    check_prompt(row, where)
     expected = "; ".join(f"{f.name}: {', '.join(sorted(f.needs))}" for f in FORMATS)
     fields = ", ".join(sorted(row)[:12]) or "none"
     raise TraceError(f"{where}: not a trace format known here. It has the fields {fields}; "
                      f"needed are {expected}")  # fmt: skip
+
+
+_TEXTS = ("messages", "payload", "text_input")
+_OF_TURNS = ("session_id", "delay")
+_CHANGE_MEANING = frozenset((*_TEXTS, *_OF_TURNS))
+
+
+def check_prompt(row: dict[str, Any], where: str, *, deltas: bool | None = None) -> None:
+    """Refuse a row whose prompt is a text, or that may be a turn and was not called one or none.
+
+    ``deltas``: whether rows of sessions are turns; None: nobody has said.
+    """
+    if _CHANGE_MEANING.isdisjoint(row):
+        return
+    for field in _TEXTS:
+        if row.get(field) is not None:
+            raise TraceError(
+                f"{where}: field {field!r} holds the prompt as text, which has no blocks: a trace "
+                "names its blocks in 'hash_ids'"
+            )
+    if deltas is not None or row.get("context_mode") == "message_array_with_responses":
+        return
+    for field in _OF_TURNS:
+        if row.get(field) is not None:
+            raise TraceError(
+                f"{where}: field {field!r}: rows of a session may hold what each turn adds to it, "
+                "as AIPerf replays them, or whole prompts: say --deltas or --no-deltas"
+            )
 
 
 def _mooncake(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
@@ -225,9 +258,9 @@ FORMATS = (
     Format("Qwen-Bailian JSONL", frozenset({"hash_ids", "chat_id", "parent_chat_id"}),
            "hash_ids", _bailian),
     Format("kvcache-simulator JSONL", frozenset({"hash_ids", "block_size", "input_length"}),
-           "hash_ids", _kvcache_simulator),
+           "hash_ids", _kvcache_simulator, may_be_turns=True),
     Format("Mooncake JSONL", frozenset({"hash_ids", "timestamp", "input_length"}),
-           "hash_ids", _mooncake),
+           "hash_ids", _mooncake, may_be_turns=True),
 )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from sim.curves.formats import Format, Row, format_of
+from sim.curves import turns
+from sim.curves.formats import Format, Row, check_prompt, format_of
 from sim.curves.ingest import ArrayScanner, load_json
 from sim.curves.sources import expected_bytes, sources
 from sim.curves.trace import (
@@ -35,12 +36,14 @@ def read_trace(
     path: str,
     *,
     block_tokens: int | None = None,
+    deltas: bool | None = None,
     engine: str = "auto",
     progress: Progress | None = None,
 ) -> Trace:
     """Read the trace at ``path`` (see ``sources``): every request, in the order of the files.
 
-    ``block_tokens`` overrides the block size where the format does not carry one. ``progress`` is
+    ``block_tokens`` overrides the block size where the format does not carry one. ``deltas`` says
+    whether Mooncake rows of a session are turns of it (``turns``); None refuses them. ``progress`` is
     told the bytes read so far and the file's name. Raises TraceError with file, line and field.
     """
     # Standard input can be read only once, and some traces must be read twice.
@@ -48,6 +51,7 @@ def read_trace(
     return parse_trace(
         lambda: iter(files) if files else sources(path),
         block_tokens=block_tokens,
+        deltas=deltas,
         engine=engine,
         progress=progress,
         expected=expected_bytes(path) or 0,
@@ -58,6 +62,7 @@ def parse_trace(
     files: Callable[[], Iterator[tuple[str, bytes]]],
     *,
     block_tokens: int | None = None,
+    deltas: bool | None = None,
     engine: str = "auto",
     progress: Progress | None = None,
     expected: int = 0,
@@ -69,12 +74,11 @@ def parse_trace(
     if block_tokens is not None and not 1 <= block_tokens < MOST_TRACE_TOKENS:
         raise TraceError(f"blocks of {block_tokens} tokens; they hold at least 1, below 2**61")
     try:
-        got = _Collected(
-            False, ArrayScanner("hash_ids", engine=engine, expected_bytes=expected), _GrowingIds()
-        )
+        scanner = ArrayScanner("hash_ids", engine=engine, expected_bytes=expected)
+        got = _Collected(False, deltas, scanner, _GrowingIds())
         return _read(files(), got, block_tokens, progress)
     except _NamesNeededError:
-        got = _Collected(True, ArrayScanner("hash_ids", engine=engine), _GrowingIds())
+        got = _Collected(True, deltas, ArrayScanner("hash_ids", engine=engine), _GrowingIds())
         return _read(files(), got, block_tokens, progress)
 
 
@@ -87,6 +91,7 @@ class _Collected:
     """Columns of the trace so far."""
 
     named: bool
+    deltas: bool | None
     scanner: ArrayScanner
     ids: "_GrowingIds"
     counts: list[IdArray] = field(default_factory=list)
@@ -172,11 +177,15 @@ def _take(got: _Collected, name: str, piece: bytes, line: int, block: int | None
 def _rows(got: _Collected, name: str, text: bytes, line: int, block: int | None) -> Iterator[Row]:
     for where, content in _documents(text, name, line):
         if got.format is None:
-            got.format = format_of(content, where)
+            got.format = (
+                format_of(content, where) if not got.deltas else turns.format_of(content, where)
+            )
         if not isinstance(content, dict) or not got.format.needs <= content.keys():
             missing = sorted(got.format.needs - set(content if isinstance(content, dict) else ()))
             raise TraceError(f"{where}: not {got.format.name} as the rest of the trace: "
                              f"field {', '.join(map(repr, missing))} is missing")  # fmt: skip
+        if got.format.may_be_turns:
+            check_prompt(content, where, deltas=got.deltas)
         yield from got.format.rows(content, where, block)
 
 
@@ -280,7 +289,7 @@ def _assemble(got: _Collected) -> Trace:
             raise TraceError(
                 f"{row.where}: blocks of {row.block_tokens} tokens, but {block} in the rows before"
             )
-    session, starts, times = _sessions(rows)
+    session, starts, times, is_known = turns.moments(rows) if got.deltas else _sessions(rows)
     known = {row.kv_bytes_per_token for row in rows}
     requests = Requests(
         time_ns=times,
@@ -290,16 +299,21 @@ def _assemble(got: _Collected) -> Trace:
         output_tokens=np.array([row.output_tokens for row in rows], dtype=np.int64),
         block_tokens=block,
         source=got.format.name,
-        starts_known=rows[0].has_start,
+        starts_known=is_known,
         kv_bytes_per_token=known.pop() if len(known) == 1 else None,
     )
     counts = np.concatenate(got.counts)
     check_totals(requests, counts, lambda r: rows[r].where)
-    return Trace(requests, got.ids.all(), offsets_of(counts))
+    trace = Trace(requests, got.ids.all(), offsets_of(counts))
+    if not got.deltas:
+        return trace
+    joined = turns.whole_prompts(trace, lambda r: rows[r].where)
+    check_totals(joined.requests, np.diff(joined.offsets), lambda r: rows[r].where)
+    return joined
 
 
-def _sessions(rows: list[Row]) -> tuple[Ints, Ints, Ints]:
-    """(session number, start of each session, time since the session's start)."""
+def _sessions(rows: list[Row]) -> tuple[Ints, Ints, Ints, bool]:
+    """(session of each row, start of each session, time since it, whether starts are known)."""
     names = _roots(rows)
     numbers: dict[str | int, int] = {}
     session = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
@@ -309,7 +323,7 @@ def _sessions(rows: list[Row]) -> tuple[Ints, Ints, Ints]:
         starts[:] = MOST_NS
         np.minimum.at(starts, session, times)
         times = times - starts[session]
-    return session, starts, times
+    return session, starts, times, rows[0].has_start
 
 
 def _roots(rows: list[Row]) -> list[str | int]:

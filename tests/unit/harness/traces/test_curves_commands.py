@@ -245,7 +245,9 @@ def test_a_compiled_trace_cannot_change_its_blocks(trace: str, tmp_path: Path) -
     output = tmp_path / "t.kvtrace.npz"
     compile_trace(trace, output, TraceOptions())
     for options in (TraceOptions(full_blocks=True), TraceOptions(block_tokens=16)):
-        with pytest.raises(InputError, match="its blocks are fixed; compile the trace again"):
+        with pytest.raises(
+            InputError, match="its blocks and prompts are fixed; compile the trace again"
+        ):
             load(str(output), options)
     with pytest.raises(InputError, match=r"must end in \.kvtrace\.npz"):
         compile_trace(trace, tmp_path / "t.npz", TraceOptions())
@@ -592,6 +594,36 @@ def test_scripts_get_the_promised_fields(kvcliff: Callable[..., Any], trace: str
         {"gpu_blocks": 3, "host_blocks": 0, "hit_blocks": 1, "host_loaded_blocks": 0}]  # fmt: skip
     assert [content[name] for name in ("requests", "accesses", "distinct_blocks", "block_size")] == [
         3, 10, 6, 512]  # fmt: skip
+
+
+def test_turns_of_a_conversation_are_joined_where_the_user_says_they_are_turns(
+    kvcliff: Callable[..., Any], tmp_path: Path
+) -> None:
+    # 1,536 + 513 generated + 512 new: 2,561 tokens in 6 blocks, 3 of them hit; a GPU that keeps the
+    # answer's one whole block finds a fourth.
+    turns = str(tmp_path / "turns.jsonl")
+    rows = [
+        {"session_id": "a", "timestamp": 0, "input_length": 1536, "output_length": 513,
+         "hash_ids": [1, 2, 3]},
+        {"session_id": "a", "timestamp": 5, "input_length": 512, "output_length": 9, "hash_ids": [4]},
+    ]  # fmt: skip
+    Path(turns).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match="say --deltas or --no-deltas"):
+        kvcliff("curve", turns)
+    assert kvcliff("curve", turns, "--no-deltas")["accesses"] == 4
+    content = kvcliff("curve", turns, "--deltas", "--gpu", "100")
+    assert (content["accesses"], content["points"][0]["hit_blocks"]) == (9, 3)
+    assert any("finds up to 1 more" in said for said in content["assumptions"])
+    with pytest.raises(InputError, match="here later turns do"):
+        kvcliff("curve", turns, "--deltas", "--decode")
+
+    small, whole = str(tmp_path / "t.kvtrace.npz"), str(tmp_path / "whole.jsonl")
+    assert kvcliff("compile", turns, small, "--deltas")["prompt_tokens"] == 1536 + 2561
+    assert any("finds up to 1 more" in said for said in kvcliff("describe", small)["assumptions"])
+    with pytest.raises(InputError, match="its blocks and prompts are fixed"):
+        kvcliff("describe", small, "--deltas")
+    kvcliff("convert", turns, whole, "--format", "mooncake", "--deltas")
+    assert kvcliff("curve", whole, "--gpu", "100")["points"] == content["points"]
 
 
 def test_nothing_is_written_when_one_of_the_files_cannot_be(
