@@ -21,7 +21,7 @@ from sim.layout import KvGroup, KvLayout
 from sim.predict import NotPredictable, Predictor, TierSpec
 from sim.split import TokenSplit
 from sim.tiers.host import HostRequest, align_up
-from sim.tiers.registry import model_of
+from sim.tiers.registry import with_host
 from sim.tiers.spec import engine_note
 from sim.workload import pass_name
 
@@ -218,25 +218,20 @@ def _at_host(deployment: Deployment) -> Iterator[HostRequest]:
 
 def _tiers(deployment: Deployment, host_chunks: int, *, chunk_bytes: int | None = None) -> TierSpec:
     """The tiers described, with ``host_chunks``; ``chunk_bytes`` makes the watermark exact."""
-    kind = deployment.host
-    tiers = TierSpec(
+    gpu_only = TierSpec(
         engine=deployment.engine,
         block_size=deployment.block_size,
         num_gpu_blocks=deployment.gpu_kv_tokens // deployment.block_size,
         max_num_batched_tokens=max(deployment.prompt_tokens, deployment.max_num_batched_tokens),
-        host=kind,
-        chunk_tokens=deployment.chunk_tokens,
-        watermark=deployment.watermark,
-        evict_ratio=deployment.evict_ratio,
-        policy=deployment.policy,
     )
-    if kind == "none":
-        return tiers
-    tiers = replace(tiers, host_chunks=host_chunks)
-    model = model_of(kind)
-    if model is None or not model.has_watermark or chunk_bytes is None:
-        return tiers
-    return replace(tiers, host_bytes=int(deployment.host_gib * GIB), chunk_bytes=chunk_bytes)
+    return with_host(
+        gpu_only,
+        deployment.host,
+        deployment.settings(deployment.chunk_tokens),
+        chunks=host_chunks,
+        host_bytes=None if chunk_bytes is None else int(deployment.host_gib * GIB),
+        chunk_bytes=chunk_bytes,
+    )
 
 
 def _predict(deployment: Deployment, tiers: TierSpec) -> Passes:

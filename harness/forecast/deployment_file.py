@@ -2,12 +2,13 @@
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from harness.errors import InputError
 from harness.files import describe_invalid
+from harness.plan.host import DEFAULT, EvictionFields
 from servers.tiers.registry import keeps_blocks
 from sim.tiers.registry import model_of
 from sim.tiers.settings import DEFAULT_KIND, HostKind
@@ -22,10 +23,7 @@ _REQUEST_IN_BLOCKS = 30  # a request by itself takes as long as so many of its b
 Count = Annotated[int, Field(ge=1, le=2**40)]
 
 
-Share = Annotated[float, Field(gt=0, le=1)]
-
-
-class Deployment(BaseModel):
+class Deployment(EvictionFields):
     """DEPLOYMENT.toml. ``model``: a path, or a hub id already downloaded.
 
     ``gpu_kv_tokens`` is vLLM's log line "GPU KV cache size: N tokens". ``host_gib`` is the size as
@@ -34,8 +32,6 @@ class Deployment(BaseModel):
     ``chunk_tokens`` is LMCache's 256 unless said, and a block for ``native``, whose
     blocks_per_chunk is 1.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: str
     gpu_kv_tokens: Count
@@ -50,10 +46,7 @@ class Deployment(BaseModel):
     kv_dtype: str = "auto"
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     block_size: Count = 16
-    chunk_tokens: Count = 256
-    watermark: Share = 0.8
-    evict_ratio: Share = 0.2
-    policy: Literal["LRU", "noop"] = "LRU"
+    chunk_tokens: Count = DEFAULT.chunk_tokens
     max_num_batched_tokens: Count = 8192
 
     @model_validator(mode="before")

@@ -26,19 +26,20 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import InputError
 from harness.files import describe_invalid, load_json
+from harness.plan.host import DEFAULT, EvictionFields
 from servers.tiers.registry import keeps_blocks
 from sim.errors import SpecError
 from sim.geometry import KvGeometry, find_model
 from sim.predict import NotPredictable, Prediction, TierSpec
 from sim.streaming import StreamPredictor, segment_ids
 from sim.tiers.host import align_up
-from sim.tiers.registry import model_of
+from sim.tiers.registry import with_host
 from sim.tiers.settings import HostKind
 from sim.tiers.spec import engine_note
 
@@ -48,7 +49,6 @@ MOST_TOKENS = 10_000_000
 """Tokens of one request: the longest context any model claims, and about 1 GB of ids."""
 
 Count = Annotated[int, Field(ge=1, le=2**53)]
-Share = Annotated[float, Field(gt=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 SegmentName = Annotated[str, Field(min_length=1)]
 # JSON has no tuples, so the pair itself is read from a list; its members stay strict.
@@ -70,7 +70,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class PredictSpec(_Strict):
+class PredictSpec(EvictionFields):
     """SPEC.json. ``num_gpu_blocks`` includes vLLM's null block; sizes in tokens unless said.
 
     ``chunk_bytes`` is one chunk's KV before alignment: given, or from ``model`` (a path, or a hub
@@ -84,11 +84,8 @@ class PredictSpec(_Strict):
     num_gpu_blocks: Annotated[int, Field(ge=2, le=2**31)]
     max_batched_tokens: Count
     host: HostKind = "none"
-    chunk_size: Count = 256
+    chunk_size: Count = DEFAULT.chunk_tokens
     host_chunks: Annotated[int, Field(ge=0, le=2**53)] | None = None
-    watermark: Share = 0.8
-    evict_ratio: Share = 0.2
-    policy: Literal["LRU", "noop"] = "LRU"
     host_bytes: Count | None = None
     chunk_bytes: Count | None = None
     async_scheduling: bool = True
@@ -341,23 +338,21 @@ def _tiers(spec: PredictSpec, chunk_bytes: int | None) -> TierSpec:
         if host_bytes is None or chunk_bytes is None or keeps_blocks(spec.host):
             raise SpecError(f"host_chunks is missing; host {spec.host!r} needs it")
         host_chunks = host_bytes // align_up(chunk_bytes)
-    model = model_of(spec.host)
-    is_exact = model is not None and model.has_watermark and host_bytes is not None
-    return TierSpec(
+    gpu_only = TierSpec(
         engine=spec.engine,
         block_size=spec.block_size,
         num_gpu_blocks=spec.num_gpu_blocks,
         max_num_batched_tokens=spec.max_batched_tokens,
         async_scheduling=spec.async_scheduling,
         prefix_caching=spec.prefix_caching,
-        host=spec.host,
-        host_chunks=host_chunks,
-        chunk_tokens=spec.chunk_size,
-        watermark=spec.watermark,
-        evict_ratio=spec.evict_ratio,
-        policy=spec.policy,
-        host_bytes=host_bytes if is_exact else None,
-        chunk_bytes=chunk_bytes if is_exact else None,
+    )
+    return with_host(
+        gpu_only,
+        spec.host,
+        spec.settings(spec.chunk_size),
+        chunks=host_chunks,
+        host_bytes=host_bytes,
+        chunk_bytes=chunk_bytes,
     )
 
 

@@ -16,7 +16,7 @@ from servers.tiers.registry import SERVED
 from sim.errors import SpecError
 from sim.geometry import KvGeometry, host_bytes
 from sim.predict import NotPredictable, Prediction, TierSpec, predict
-from sim.tiers.registry import MODELS
+from sim.tiers.registry import with_host
 from sim.tiers.settings import DEFAULT_KIND
 from sim.workload import (
     Request,
@@ -79,19 +79,11 @@ class Experiment:
         )
         if host is None:
             return gpu_only
-        with_host = replace(
+        return with_host(
             gpu_only,
-            host=host.kind,
-            host_chunks=self.geometry.host_chunks(host.gib, host.chunk_tokens),
-            chunk_tokens=host.chunk_tokens,
-        )
-        if not MODELS[host.kind].has_watermark:
-            return with_host
-        return replace(
-            with_host,
-            watermark=host.watermark,
-            evict_ratio=host.evict_ratio,
-            policy=host.policy,
+            host.kind,
+            host,
+            chunks=self.geometry.host_chunks(host.gib, host.chunk_tokens),
             host_bytes=host_bytes(host.gib),
             chunk_bytes=self.chunk_bytes,
         )

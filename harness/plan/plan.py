@@ -6,6 +6,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.errors import InputError
+from harness.plan.host import DEFAULT, EvictionFields
 from harness.plan.labels import BASELINE, CONTROL, treatments
 from harness.plan.rule import DecisionSection
 from servers.arms import connector_class
@@ -115,24 +116,18 @@ class ServerSection(_Section):
     )
 
 
-class HostSection(_Section):
-    """The host tier of the treatment and of ``control``."""
-
+class _HostSize(_Section):
     gib: Annotated[float, Field(gt=0, le=65_536)] = Field(
         description="size of the host tier in GiB"
     )
     chunk_tokens: Count = Field(
-        default=256, description="LMCache's chunk; vLLM's own tiers keep single blocks"
+        default=DEFAULT.chunk_tokens,
+        description="LMCache's chunk; vLLM's own tiers keep single blocks",
     )
-    watermark: Share = Field(
-        default=0.8, description="`lmcache-mp` alone: it evicts from this share of its size on"
-    )
-    evict_ratio: Share = Field(
-        default=0.2, description="`lmcache-mp` alone: the share of its chunks that it then evicts"
-    )
-    policy: Literal["LRU", "noop"] = Field(
-        default="LRU", description="`lmcache-mp` alone: `LRU`, or `noop`, which never evicts"
-    )
+
+
+class HostSection(EvictionFields, _HostSize):  # a plan says the size first
+    """The host tier of the treatment and of ``control``."""
 
 
 class ArmSection(_Section):

@@ -1,13 +1,12 @@
 """The kinds of host tier the loopback server can pretend to have."""
 
-from dataclasses import replace
 from typing import Final, assert_never
 
 from servers.fake.lmcache import InProcessPlay, ServerPlay
 from servers.fake.offload import NativePlay, SimplePlay
 from servers.fake.play import Play
 from servers.fake.spec import FakeSpec
-from sim.tiers.registry import MODELS
+from sim.tiers.registry import with_host
 from sim.tiers.settings import TierKind
 from sim.tiers.spec import TierSpec
 
@@ -44,12 +43,11 @@ def simulated(spec: FakeSpec, *, drop_stores: bool = False) -> TierSpec:
     if spec.kind is None or drop_stores:
         return gpu_only
     kind = play_of(spec.kind).simulated_as or spec.kind
-    is_exact = MODELS[kind].has_watermark and spec.host_bytes is not None
-    return replace(
+    return with_host(
         gpu_only,
-        host=kind,
-        host_chunks=spec.host_chunks,
-        **spec.settings(),
-        host_bytes=spec.host_bytes if is_exact else None,
-        chunk_bytes=spec.chunk_bytes if is_exact else None,
+        kind,
+        spec,
+        chunks=spec.host_chunks,
+        host_bytes=spec.host_bytes,
+        chunk_bytes=spec.chunk_bytes,
     )

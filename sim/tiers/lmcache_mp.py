@@ -8,6 +8,7 @@ before the next request arrives. ``tests/live/test_tiers_match_lmcache.py`` driv
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import get_args
 
 from sim.errors import SpecError
 from sim.tiers.host import (
@@ -19,9 +20,10 @@ from sim.tiers.host import (
     leading,
     lmcache_load,
 )
+from sim.tiers.settings import Policy
 from sim.tiers.spec import TierModel, TierSpec
 
-POLICIES = ("LRU", "noop")
+POLICIES = get_args(Policy)
 
 
 class HostChunks(HostCache):

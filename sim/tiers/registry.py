@@ -1,13 +1,14 @@
 """The kinds of host tier that are simulated, a file of this folder each, and the tiers of a spec."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final, assert_never
 
 from sim.errors import SpecError
 from sim.tiers import lmcache, lmcache_mp, native, simple
 from sim.tiers.gpu_pool import GpuPool
 from sim.tiers.host import HostCache
-from sim.tiers.settings import HOST_KINDS, TIER_KINDS, HostKind, TierKind
+from sim.tiers.settings import HOST_KINDS, TIER_KINDS, HostKind, HostSettings, TierKind
 from sim.tiers.spec import TierModel, TierSpec, engine_rules
 
 
@@ -32,6 +33,31 @@ MODELS: Final[Mapping[TierKind, TierModel]] = {kind: _simulated(kind) for kind i
 def model_of(kind: HostKind | None) -> TierModel | None:
     """How ``kind`` is simulated; None where there is no host tier."""
     return None if kind is None or kind == "none" else MODELS[kind]
+
+
+def with_host(
+    gpu_only: TierSpec,
+    kind: HostKind,
+    settings: HostSettings,
+    *,
+    chunks: int | None,
+    host_bytes: int | None,
+    chunk_bytes: int | None,
+) -> TierSpec:
+    """``gpu_only`` beside a host tier of ``chunks``, or of none where ``kind`` says so.
+
+    Both sizes in bytes, where they are known, make a watermark exact; no other tier minds them.
+    """
+    model = model_of(kind)
+    is_exact = model is not None and model.has_watermark and host_bytes is not None
+    return replace(
+        gpu_only,
+        host=kind,
+        host_chunks=None if model is None else chunks,
+        host_bytes=host_bytes if is_exact else None,
+        chunk_bytes=chunk_bytes if is_exact else None,
+        **settings.settings(),
+    )
 
 
 def open_gpu(spec: TierSpec) -> GpuPool:

@@ -18,6 +18,10 @@ DEFAULT_KIND: TierKind = "lmcache-mp"
 """The kind meant where none is named: the one that works with and without a GPU."""
 
 
+Policy = Literal["LRU", "noop"]
+"""The policies that are modelled; ``noop`` never evicts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
     """The unit a host tier keeps, and how it evicts.
@@ -31,7 +35,7 @@ class HostSettings:
     chunk_tokens: int = 256
     watermark: float = 0.8
     evict_ratio: float = 0.2
-    policy: str = "LRU"
+    policy: Policy = "LRU"
 
     def settings(self) -> dict[str, Any]:
         """These fields alone, by name, of whatever has more."""
