@@ -25,7 +25,9 @@ from harness.forecast.deployment_file import Deployment
 from harness.forecast.requests import PredictSpec
 from harness.plan.files import load_plan, parse_plan
 from harness.plan.plan import BUILT_IN_ARMS
+from harness.plan.presets import preset_names
 from scripts.gpu_kit import box, pack
+from sim.tiers.spec import NEWEST_ENGINE, OLDEST_ENGINE
 from tests.places import ROOT
 
 GUIDE = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -175,6 +177,22 @@ def test_the_versions_in_the_guide_are_those_that_are_installed_and_packed() -> 
 
 def test_the_readme_is_read_in_a_few_minutes() -> None:
     assert len(text("README.md").splitlines()) <= 150
+
+
+def test_the_versions_of_vllm_that_are_predicted_are_in_the_guide() -> None:
+    page = " ".join(text("docs/predictions.md").split())
+    compared = json.loads(text("results/versions.json"))["comparisons"]
+    minors = sorted({int(re.findall(r"==0\.(\d+)", one["wheel"])[0]) for one in compared})
+    assert (0, minors[-1]) == NEWEST_ENGINE
+    assert f"Versions 0.{minors[0]} to 0.{minors[-1]} have been compared" in page
+    assert f"one older than 0.{OLDEST_ENGINE[1]} is refused" in page
+    assert f"`kvcliff predict` knows vLLM 0.{minors[0]} to 0.{minors[-1]}" in text("README.md")
+
+
+def test_every_preset_walks_as_the_guide_says() -> None:
+    assert "forward, forward again, and in reverse" in text("docs/presets.md")
+    walks = {name: load_plan(name).workload.passes for name in preset_names()}
+    assert walks == dict.fromkeys(walks, ("fwd", "fwd", "rev"))
 
 
 def test_the_matrix_has_as_many_plans_as_the_readme_says() -> None:
