@@ -16,10 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-from safetensors.numpy import save_file
-
 from sim.errors import SpecError
 
 VOCAB_SIZE: Final = 512
@@ -163,41 +159,10 @@ def _write_files(folder: Path) -> None:
     _write_json(folder / "tokenizer.json", tokenizer_json())
     longest = CONFIG["max_position_embeddings"]
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(longest))
-    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    from servers.tinyweights import save_weights  # numpy, for the one time the model is written
+
+    save_weights(folder / "model.safetensors", CONFIG, seed=WEIGHT_SEED, std=WEIGHT_STD)
 
 
 def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _weights() -> dict[str, npt.NDArray[np.float32]]:
-    hidden, inter = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    q_dim = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
-    kv_dim = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
-    rng = np.random.Generator(np.random.PCG64(WEIGHT_SEED))
-
-    def drawn(rows: int, columns: int) -> npt.NDArray[np.float32]:
-        return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(WEIGHT_STD)
-
-    def ones(size: int) -> npt.NDArray[np.float32]:
-        return np.ones(size, dtype=np.float32)
-
-    weights = {"model.embed_tokens.weight": drawn(VOCAB_SIZE, hidden)}
-    for layer in range(CONFIG["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        weights |= {
-            f"{at}.input_layernorm.weight": ones(hidden),
-            f"{at}.self_attn.q_proj.weight": drawn(q_dim, hidden),
-            f"{at}.self_attn.k_proj.weight": drawn(kv_dim, hidden),
-            f"{at}.self_attn.v_proj.weight": drawn(kv_dim, hidden),
-            f"{at}.self_attn.o_proj.weight": drawn(hidden, q_dim),
-            f"{at}.self_attn.q_norm.weight": ones(CONFIG["head_dim"]),
-            f"{at}.self_attn.k_norm.weight": ones(CONFIG["head_dim"]),
-            f"{at}.post_attention_layernorm.weight": ones(hidden),
-            f"{at}.mlp.gate_proj.weight": drawn(inter, hidden),
-            f"{at}.mlp.up_proj.weight": drawn(inter, hidden),
-            f"{at}.mlp.down_proj.weight": drawn(hidden, inter),
-        }
-    weights["model.norm.weight"] = ones(hidden)
-    weights["lm_head.weight"] = drawn(VOCAB_SIZE, hidden)
-    return weights

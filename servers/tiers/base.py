@@ -4,14 +4,16 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
-
-import httpx
+from typing import TYPE_CHECKING, Any, Literal
 
 from servers.errors import LaunchError
 from servers.ports import Ports
 from sim.tiers.settings import DEFAULT_KIND, HostSettings, TierKind
+
+if TYPE_CHECKING:  # a plan knows tiers and talks to nobody
+    import httpx
 
 Transfer = Literal["lmcache_driven", "engine_driven"]
 """Who copies KV between the engine and the host tier. ``lmcache_driven`` is what CUDA workers use;
@@ -35,7 +37,7 @@ class Asked:
     metrics by name. ``cache``: labels of the one on its KV cache. ``log``: vLLM's log so far.
     """
 
-    client: httpx.Client
+    client: "httpx.Client"
     lmcache_url: str | None
     infos: Mapping[str, Mapping[str, str]]
     cache: Mapping[str, str]
@@ -110,7 +112,7 @@ def needed_url(asked: Asked) -> str:
     return asked.lmcache_url
 
 
-def answer_of(client: httpx.Client, url: str) -> dict[str, Any]:
+def answer_of(client: "httpx.Client", url: str) -> dict[str, Any]:
     """The JSON object at ``url``; LaunchError where there is none."""
     response = client.get(url)
     response.raise_for_status()
@@ -125,10 +127,10 @@ def answer_of(client: httpx.Client, url: str) -> dict[str, Any]:
     return answer
 
 
-def lmcache_version(client: httpx.Client, lmcache_url: str) -> str | None:
+def lmcache_version(client: "httpx.Client", lmcache_url: str) -> str | None:
     """LMCache's version by its own word, else the installed one; None where neither is known."""
     response = client.get(f"{lmcache_url}/lmc_version")
-    if response.status_code == httpx.codes.OK:
+    if response.status_code == HTTPStatus.OK:
         return str(response.json())
     try:
         return version("lmcache")

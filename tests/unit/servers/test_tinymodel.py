@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from servers import tinymodel
+from servers import tinymodel, tinyweights
 from servers.tinymodel import VOCAB_SIZE, WEIGHT_STD, write_tiny_model
 from sim.geometry import KvGeometry
 
@@ -77,7 +77,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     def disk_full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tinymodel, "save_file", disk_full)
+    monkeypatch.setattr(tinyweights, "save_file", disk_full)
     with pytest.raises(OSError, match="No space"):
         write_tiny_model(tmp_path)
     assert list(tmp_path.iterdir()) == []
