@@ -1,37 +1,29 @@
-"""Everything the harness shows a person: progress and findings on stderr, results on stdout."""
+"""Everything the harness says to a person or a program: advice on stderr, results on stdout.
+
+What is drawn is in ``terminal``, which is imported when it is needed: a version has no colours.
+"""
 
 import json
 import sys
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.prompt import Confirm
-from rich.table import Table
-
 from harness.errors import KvcliffError
 from harness.files import dump_json
-
-# In a file or a pipe the tables need no folding to the width of a terminal that is not there.
-out = Console(highlight=False, width=None if sys.stdout and sys.stdout.isatty() else 110)
-err = Console(stderr=True, highlight=False)
 
 
 def show_error(error: KvcliffError) -> None:
     """What happened and what to do, on stderr."""
-    err.print(_printable(f"kvcliff: {error}"), style="bold red", markup=False, soft_wrap=True)
+    say(f"kvcliff: {error}", style="bold red")
     if error.hint:
-        err.print(f"  → {error.hint}", markup=False, soft_wrap=True)
+        say(f"  → {error.hint}")
 
 
-def say(text: str) -> None:
-    """One line of progress or advice, on stderr."""
-    err.print(_printable(text), markup=False, soft_wrap=True)
+def say(text: str, *, style: str | None = None) -> None:
+    """One line of progress or advice, on stderr, without control characters of a server's."""
+    from harness.terminal import err
 
-
-def _printable(text: str) -> str:
-    """``text`` without the control characters a server's message may hold."""
-    return "".join(c if c == "\n" or c.isprintable() else "?" for c in text)
+    shown = "".join(c if c == "\n" or c.isprintable() else "?" for c in text)
+    err.print(shown, style=style, soft_wrap=True)
 
 
 def show_json(content: Any) -> None:
@@ -45,27 +37,21 @@ def show_line(record: dict[str, Any]) -> None:
 
 
 def show_text(text: str) -> None:
-    """A paragraph of a result, on stdout."""
-    out.print(text, markup=False)
+    """A line of a result, on stdout: a path or a version, as it is."""
+    print(text)
 
 
-def table_of(title: str, *columns: str) -> Table:
-    """Columns of names aligned left, numbers right."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-        min_width=len(title),
-    )
-    for column in columns:
-        is_name = column in ("pass", "arm", "source", "tier")
-        table.add_column(column, justify="left" if is_name else "right")
-    return table
+def show_paragraph(text: str) -> None:
+    """Sentences of a result, on stdout, in lines of the terminal's width."""
+    from harness.terminal import out
+
+    out.print(text)
 
 
 def ask(question: str) -> bool:
     """Ask on the terminal; anything but yes is no."""
+    from rich.prompt import Confirm
+
+    from harness.terminal import err
+
     return Confirm.ask(question, console=err, default=False)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +97,7 @@ def replacing(path: Path) -> Iterator[Path]:
     refuse_missing_folder(path)
     target = _resolved(path)
     # Of a fixed length, so that it fits wherever the name does.
-    temporary = target.with_name(f".kvcliff-{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = target.with_name(f".kvcliff-{os.getpid()}-{os.urandom(4).hex()}")
     try:
         yield temporary
         with temporary.open("rb") as file:

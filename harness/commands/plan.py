@@ -57,7 +57,7 @@ def _show_deployment(file: Path, *, as_json: bool) -> None:
     if as_json:
         console.show_json(described)
     else:
-        console.show_text(described["paragraph"])
+        console.show_paragraph(described["paragraph"])
 
 
 def resolve_plan(name: str, cache: Path, *, dummy_weights: bool) -> "Experiment":

@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from harness.console import out, say, table_of
+from harness.console import say
+from harness.terminal import out, table_of
 from harness.vocabulary import SOURCE_WORDS, ms
 
 
@@ -15,8 +16,8 @@ def show_plan(content: dict[str, Any]) -> None:
     requests = content["requests"]
     out.print(f"plan {content['plan_id']}: {requests['measured']} requests measured "
               f"({requests['sent']} with the warm-up) in {len(content['sessions'])} sessions: "
-              f"{' '.join(content['sessions'])}", markup=False, soft_wrap=True)  # fmt: skip
-    out.print(_model_line(content["model"]), markup=False, soft_wrap=True)
+              f"{' '.join(content['sessions'])}", soft_wrap=True)  # fmt: skip
+    out.print(_model_line(content["model"]), soft_wrap=True)
     out.print(_tier_table(content["tiers"]))
     out.print(_memory_table(content["memory"]))
     if content["predicted"]:
@@ -31,12 +32,12 @@ def show_plan(content: dict[str, Any]) -> None:
         out.print(_expected_table(content["expected"]["passes"]))
         _say_expected(content["expected"])
     for arm, commands in content["commands"].items():
-        out.print(f"\nservers of {arm}:", markup=False)
+        out.print(f"\nservers of {arm}:")
         for command, env in zip(commands, content["environments"][arm], strict=True):
-            out.print("  " + _shell_line(command, env), markup=False, soft_wrap=True)
+            out.print("  " + _shell_line(command, env), soft_wrap=True)
     for warning in content["warnings"]:
         say(f"warning: {warning}")
-    out.print(f"\nestimated duration: {content['estimate']}", markup=False, soft_wrap=True)
+    out.print(f"\nestimated duration: {content['estimate']}", soft_wrap=True)
 
 
 def _model_line(model: dict[str, Any]) -> str:
@@ -82,7 +83,7 @@ def _expected_table(passes: dict[str, Any]) -> Table:
 
 
 def _say_expected(expected: dict[str, Any]) -> None:
-    out.print(f"expected by {expected['from']}", markup=False, soft_wrap=True)
+    out.print(f"expected by {expected['from']}", soft_wrap=True)
     if expected["is_beyond_probe"]:
         say(
             "warning: some prompts are beyond what the probe measured: their times are extrapolated"

@@ -7,7 +7,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from harness.console import out, say
+from harness.console import say
+from harness.terminal import out
 from servers.processes import LeftOver
 
 

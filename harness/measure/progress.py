@@ -5,9 +5,10 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from harness.console import err, say
+from harness.console import say
 from harness.plan.experiment import Experiment, SessionPlan
 from harness.record.row import Row
+from harness.terminal import err
 
 
 class RunProgress:
@@ -16,11 +17,11 @@ class RunProgress:
     def __init__(self, experiment: Experiment) -> None:
         self._sessions = len(experiment.sessions)
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[last]}"),
+            TextColumn("{task.fields[last]}", markup=False),
             console=err,
             disable=not err.is_terminal,
         )

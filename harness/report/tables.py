@@ -6,9 +6,10 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from harness.console import _printable, err, out, say, table_of
+from harness.console import say
 from harness.report.compare import Comparison, comparison_rows
 from harness.report.watch import View
+from harness.terminal import out, table_of
 from harness.verdict.latency_result import LatencyCheck
 from harness.verdict.measured import Cell, Statistics
 from harness.verdict.schema import Finding, ReconcileFile
@@ -32,7 +33,6 @@ def show_run(statistics: Statistics, reconciliation: ReconcileFile) -> None:
         out.print(
             f"of {group.requests} requests in {', '.join(group.sessions)} only the sums were "
             f"checked: {group.why}",
-            markup=False,
             soft_wrap=True,
         )
 
@@ -47,7 +47,7 @@ def show_comparison(comparison: Comparison) -> None:
         *("pass", "arm", "run", "first", "later", "later ÷ first", "range", "says"),
     )
     for position, name in enumerate(comparison.runs, start=1):
-        out.print(f"run {position}: {name}", markup=False, soft_wrap=True)
+        out.print(f"run {position}: {name}", soft_wrap=True)
     for row in comparison_rows(comparison):
         table.add_row(*row)
     out.print(table)
@@ -78,7 +78,7 @@ class Watching:
             tables = (_pass_table(view.statistics), _ratio_table(view.statistics))
             self._live.update(Group(line, *tables), refresh=True)
         elif recorded != self._seen:
-            out.print(line, markup=False, soft_wrap=True)
+            out.print(line, soft_wrap=True)
         self._seen = recorded
 
 
@@ -139,8 +139,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
         say("findings: none; every check passed")
     for finding in findings:
         style = "bold red" if finding.severity == "error" else "yellow"
-        err.print(_printable(f"{finding.severity}: {finding.code}: {finding.message}"), style=style,
-                  markup=False, soft_wrap=True)  # fmt: skip
+        say(f"{finding.severity}: {finding.code}: {finding.message}", style=style)
         say(f"  cause: {finding.cause}")
         say(f"  remedy: {finding.remedy}")
 
@@ -156,7 +155,7 @@ def show_latency(check: LatencyCheck) -> None:
     )
     if n_outside := sum(split.n for split in check.extrapolated):
         out.print(f"{n_outside} more are unlike those it was fitted on, and not counted")
-    out.print(check.break_even.statement, markup=False, soft_wrap=True)
+    out.print(check.break_even.statement, soft_wrap=True)
 
 
 def _percent(value: float | None) -> str:

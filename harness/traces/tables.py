@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from harness.console import err, out, say, table_of
+from harness.console import say
 from harness.files import replacing
+from harness.terminal import err, out, table_of
 from harness.traces.load import share_of
 from harness.vocabulary import SOURCES
 
@@ -89,7 +90,7 @@ class ReadProgress:
 
     def __init__(self) -> None:
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             DownloadColumn(),
             TimeRemainingColumn(),
@@ -118,7 +119,7 @@ def show_trace(content: dict[str, Any]) -> None:
         if name in ("schema", *lists) or value is None or isinstance(value, dict):
             continue
         label = f"{name[:-2]}, s" if name.endswith("_s") else name
-        out.print(f"{label.replace('_', ' ')}: {_plain(value)}", markup=False, soft_wrap=True)
+        out.print(f"{label.replace('_', ' ')}: {_plain(value)}", soft_wrap=True)
     for name in ("points", "targets"):
         rows = lists.get(name)
         if rows:
@@ -128,7 +129,7 @@ def show_trace(content: dict[str, Any]) -> None:
                 table.add_row(*(_plain(row[column]) for column in columns))
             out.print(table)
     for text in lists.get("assumptions", []):
-        out.print(f"assumed: {text}", markup=False, soft_wrap=True)
+        out.print(f"assumed: {text}", soft_wrap=True)
     for text in lists.get("warnings", []):
         say(f"warning: {text}")
 
