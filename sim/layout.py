@@ -25,6 +25,8 @@ _DTYPE_BYTES = {
     "fp8_e5m2": 1,
 }
 
+_MOST_LAYERS = 10_000  # they are listed one by one; no model has a tenth as many
+
 # layer_types as transformers 5 and older configs spell them; "none" keeps nothing between tokens.
 _KIND_OF: dict[str, Kind | Literal["none"]] = {
     "full_attention": "full_attention",
@@ -249,6 +251,10 @@ class _Reader:
     def _kinds(self) -> list[Kind | Literal["none"]]:
         """What each layer keeps, first layer first."""
         text, layers = self.text, self._size("num_hidden_layers")
+        if layers > _MOST_LAYERS:
+            raise SpecError(
+                f"{self.file} has num_hidden_layers={layers}; {_MOST_LAYERS:,} is the most"
+            )
         named = self._named_layers(layers)
         if len(named) != layers:
             raise SpecError(

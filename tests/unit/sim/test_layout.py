@@ -234,6 +234,7 @@ def test_a_window_of_unknown_size_is_said(layout):
     [
         ({"layer_types": ["full_attention"]}, "1 layers and has 4"),
         ({"layer_types": ["hybrid"] * 4}, "hybrid"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers=1099511627776; 10,000 is the most"),
         ({"layer_types": "full"}, "a list is needed"),
         ({"num_kv_shared_layers": 4}, "4 of 4 layers"),
         ({"hybrid_override_pattern": "----"}, "no layer keeps KV"),
