@@ -352,15 +352,22 @@ def loaded(trace: str, model: Path) -> Loaded:
     return load(trace, TraceOptions(), model=model)
 
 
-def test_the_text_of_a_mark_low_on_the_curve_stands_above_it_inside_the_plot() -> None:
-    # 1 % of the height is no room for four lines below the point: they would cover the axis.
-    curve = ((1, 0.01), (50, 0.01), (99, 1.0))
-    line = [{"tokens": tokens, "share": share} for tokens, share in curve]
-    text = ["your GPU", "1.0% of blocks", "10 tokens", "1 GiB"]
-    point: dict[str, Any] = {"tokens": 10, "share": 0.01, "text": text}
-    plots._place([point], line, (1, 99), 1.0)
-    assert 0 < point["y"] <= 0.99 * HEIGHT - 4 * plots._LINE
-    assert point["align"] == "left"
+def test_the_text_of_a_mark_low_on_the_curve_stands_above_it_inside_the_plot(
+    tmp_path: Path,
+) -> None:
+    # 90 blocks come twice in one order: 10 blocks hit nothing, so below the point is the axis.
+    rows = [
+        {"timestamp": i, "input_length": 512, "output_length": 1, "hash_ids": [i % 90]}
+        for i in range(180)
+    ]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    chart = plots.cliff(run_curve(load(str(path), TraceOptions()), Serving()), mark_blocks=10)
+    marks = [part["mark"] for part in chart["layer"] if "your GPU" in part["mark"].get("text", ())]
+    (mark,) = marks
+    assert mark["text"] == ["your GPU", "0.0% of blocks", "5.12k tokens"]
+    assert 0 < mark["y"] <= HEIGHT - 3 * mark["lineHeight"]
+    assert mark["align"] == "left"
 
 
 def test_plots_are_files_of_their_kind(loaded: Loaded, tmp_path: Path) -> None:
