@@ -23,7 +23,6 @@ PLAN_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 
 Count = Annotated[int, Field(ge=1, le=100_000_000)]
 GpuBlocks = Annotated[int, Field(ge=2, le=10_000_000)]
-Share = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,40}$")]
 

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from harness.counters.tiers.registry import LOADED_SOURCES
 from harness.files import dump_json
 from harness.plan.requests import Key
 
@@ -99,8 +100,7 @@ class Row(Sample):
     prompt_tokens: Tokens = Field(description="tokens sent; the server's count must agree")
     output_tokens: Tokens | None = Field(description="tokens the server says it generated")
     loaded_source: str | None = Field(
-        description="how loaded_bytes was measured: chunks_loaded_counter, lookup_hits, "
-        "chunks_times_bytes, kv_offload_load_bytes or load_blocks_times_bytes"
+        description=f"how loaded_bytes was measured: {', '.join(LOADED_SOURCES)}"
     )
     chunk_tokens: Tokens | None = Field(description="host chunk size in tokens; null: no tier")
     chunk_bytes: Tokens | None = Field(description="host chunk size in bytes by the model's shape")

@@ -8,20 +8,12 @@ it loads follows from the tokens vLLM counts. What no counter tells stays None.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from harness.counters.errors import CounterError, ForeignTraffic
 from harness.counters.pages import Samples
 from servers.series import Series
 from sim.split import TokenSplit
-
-LoadedSource = Literal[
-    "chunks_loaded_counter",
-    "lookup_hits",
-    "kv_offload_load_bytes",
-    "chunks_times_bytes",
-    "load_blocks_times_bytes",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +28,7 @@ class Measured:
 
     split: TokenSplit
     loaded_bytes: int | None = None
-    loaded_source: LoadedSource | None = None
+    loaded_source: str | None = None
     stored_tokens: int | None = None
     chunk_bytes: int | None = None
     disagreement: str | None = None
@@ -133,7 +125,8 @@ class CountedTier(ABC):
     ``vllm_series``, ``host_series``: its counters on vLLM's page and on its own. ``gauges``: of
     either, read live and kept in no journal. ``state``: our names for live state kept beside the
     counters, which may go down. ``refused``: its counter of chunks there was no room for, where it
-    has one. ``has_pages``: it has a page of its own.
+    has one. ``loaded_sources``: its words for what ``loaded_bytes`` follow from. ``has_pages``: it
+    has a page of its own.
     """
 
     witness: str
@@ -142,6 +135,7 @@ class CountedTier(ABC):
     gauges: tuple[Series, ...] = ()
     state: tuple[str, ...] = ()
     refused: str | None = None
+    loaded_sources: tuple[str, ...] = ()
     has_pages: bool = False
 
     def chunk_bytes(self, counters: Mapping[str, int]) -> int | None:

@@ -59,6 +59,7 @@ class InProcessCounts(CountedTier):
     late for one request; its gauges are live."""
 
     witness = RESIDENT
+    loaded_sources = ("chunks_times_bytes",)
     state = (RESIDENT,)
     gauges = (_RESIDENT, _PINNED, _HEALTHY)
     has_pages = True
@@ -84,7 +85,7 @@ class InProcessCounts(CountedTier):
         split = gpu.split
         if split.host_loaded == 0:
             return replace(
-                gpu, loaded_bytes=0, loaded_source="chunks_times_bytes",
+                gpu, loaded_bytes=0, loaded_source=self.loaded_sources[0],
                 chunk_bytes=unit.n_bytes,
             )  # fmt: skip
         end = split.gpu_hit + split.host_loaded
@@ -101,7 +102,7 @@ class InProcessCounts(CountedTier):
         return replace(
             gpu,
             loaded_bytes=unit.bytes_of(loaded),
-            loaded_source="chunks_times_bytes",
+            loaded_source=self.loaded_sources[0],
             chunk_bytes=unit.n_bytes,
         )
 

@@ -82,6 +82,7 @@ class ServerCounts(CountedTier):
     """Chunks found, written, loaded, evicted, refused."""
 
     witness = "host_lookups"
+    loaded_sources = ("chunks_loaded_counter", "lookup_hits")
     state = ("host_resident_chunks", "host_used_bytes")  # of /status
     refused = "host_alloc_failed_chunks"
     has_pages = True
@@ -145,7 +146,7 @@ class ServerCounts(CountedTier):
         return replace(
             gpu,
             loaded_bytes=unit.bytes_of(loaded),
-            loaded_source="chunks_loaded_counter" if counted else "lookup_hits",
+            loaded_source=self.loaded_sources[0 if counted else 1],
             stored_tokens=stored * chunk_tokens,
             chunk_bytes=unit.n_bytes,
             disagreement=_disagreement(

@@ -74,6 +74,7 @@ class NativeCounts(CountedTier):
     """
 
     witness = "native_load_bytes"
+    loaded_sources = ("kv_offload_load_bytes",)
     vllm_series = (
         Series("native_load_bytes", "vllm:kv_offload_load_bytes_total", "lazy"),
         Series("native_load_ns", "vllm:kv_offload_load_time_total", "lazy", per_unit=10**9),
@@ -105,7 +106,7 @@ class NativeCounts(CountedTier):
         return replace(
             gpu,
             loaded_bytes=loaded,
-            loaded_source="kv_offload_load_bytes",
+            loaded_source=self.loaded_sources[0],
             chunk_bytes=unit.n_bytes,
             disagreement=disagreement,
         )

@@ -30,6 +30,9 @@ COUNTED: Final[Mapping[TierKind, CountedTier]] = {kind: _counted(kind) for kind 
 STATE_NAMES: Final = frozenset(name for tier in COUNTED.values() for name in tier.state)
 """Live state kept beside the counters; it may go down."""
 
+LOADED_SOURCES: Final = tuple(s for tier in COUNTED.values() for s in tier.loaded_sources)
+"""Every word for what the bytes moved host → GPU follow from."""
+
 ALL_SERIES: Final[tuple[Series, ...]] = (
     *VLLM_SERIES, *VLLM_GAUGES, *INFOS, PROCESS_START,
     *(s for tier in COUNTED.values() for s in (*tier.vllm_series, *tier.host_series, *tier.gauges)),

@@ -16,6 +16,7 @@ class SimpleCounts(CountedTier):
     """
 
     witness = "simple_load_blocks"
+    loaded_sources = ("load_blocks_times_bytes",)
     vllm_series = (
         Series("simple_load_blocks", "vllm:simple_kv_offload_load_blocks_total", "lazy"),
     )
@@ -38,7 +39,7 @@ class SimpleCounts(CountedTier):
         return replace(
             gpu,
             loaded_bytes=unit.bytes_of(blocks),
-            loaded_source="load_blocks_times_bytes",
+            loaded_source=self.loaded_sources[0],
             chunk_bytes=unit.n_bytes,
             disagreement=disagreement,
         )
