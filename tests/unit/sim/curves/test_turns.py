@@ -58,6 +58,17 @@ def test_turns_that_end_inside_a_block_shift_what_follows_them(tmp_path: Path) -
     assert (len(first), len(second), in_common(first, second)) == (2, 4, 1)
 
 
+def test_a_block_that_goes_on_is_not_one_that_begins_again(tmp_path: Path) -> None:
+    # Blocks of 4. P says 2 tokens of 5 and all 4 of 7: its second block is 7's last two. Q says 2 of
+    # 5, 2 of 7 and again 2 of 7: its second block is 7's first two.
+    turn = {"output_length": 0, "hash_ids": [7]}
+    begin = turn | {"input_length": 2, "hash_ids": [5]}
+    rows = [begin | {"session_id": "P"}, turn | {"session_id": "P", "input_length": 4}]
+    rows += [row | {"session_id": "Q"} for row in (begin, *[turn | {"input_length": 2}] * 2)]
+    p, q = (paths(read(tmp_path, *rows, block_tokens=4))[r] for r in (1, 4))
+    assert (len(p), len(q), in_common(p, q)) == (2, 2, 1)
+
+
 def test_sessions_share_what_they_begin_with_and_no_answers(tmp_path: Path) -> None:
     other = {"session_id": "other"}
     trace = read(tmp_path, FIRST, FIRST | other, SECOND | other, SECOND)
