@@ -8,7 +8,11 @@ from harness.plan.files import parse_plan
 from harness.plan.plan import Plan
 from harness.record.manifest import Manifest
 from harness.record.row import NO_CONNECTOR, SCHEMA, PredictedRow, Row
+from harness.verdict.account import Account
+from harness.verdict.findings import findings_of
 from harness.verdict.reconcile import Reconciled, Reconciliation, join
+from harness.verdict.schema import Finding
+from sim.workload import WARMUP_PASS, pass_name
 
 PLAN_TOML = """
 schema = 1
@@ -166,6 +170,19 @@ def run_of(
     requests = joined(keys, rows, expected)
     folder = Path("results/run")
     return Reconciliation("run", folder, PLAN, manifest_of(sessions), requests, notes)
+
+
+def account_of(run: Reconciliation) -> Account:
+    """Everything counted over the run's requests."""
+    account = Account(cold=(WARMUP_PASS, pass_name(0, run.plan.workload.passes[0])))
+    for request in run.requests:
+        account.add(request)
+    return account
+
+
+def find(run: Reconciliation) -> list[Finding]:
+    """Every check over the run."""
+    return findings_of(run, account_of(run))
 
 
 def manifest_of(sessions: dict[str, Any]) -> Manifest:

@@ -36,8 +36,8 @@ def show_summary(folder: "RunFolder", *, as_json: bool = False) -> bool:
         console.show_json(evidence.summary.as_json())
     else:
         show_run(evidence.summary, evidence.reconciliation)
-    show_findings(evidence.findings)
-    return has_failed(evidence.findings)
+    show_findings(evidence.reconciliation.findings)
+    return has_failed(evidence.reconciliation.findings)
 
 
 def _write(path: Path, content: Any) -> None:

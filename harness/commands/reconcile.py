@@ -13,13 +13,12 @@ def reconcile(run: RunPath, as_json: AsJson = False) -> None:
     from harness.report.tables import show_findings
     from harness.verdict.findings import has_failed
 
-    evidence = publish_again(RunFolder(run))
-    content = evidence.reconciliation
+    content = publish_again(RunFolder(run)).reconciliation
     if as_json:
         console.show_json(content.as_json())
     else:
         console.say(
             f"{content.requests_reconciled} of {content.requests_planned} requests reconciled"
         )
-    show_findings(evidence.findings)
-    raise typer.Exit(1 if has_failed(evidence.findings) else 0)
+    show_findings(content.findings)
+    raise typer.Exit(1 if has_failed(content.findings) else 0)

@@ -1,15 +1,13 @@
 """A new run folder: the plan, the predictions and their seals, before anything is measured."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
-from harness.errors import InputError
 from harness.files import write_atomically, write_lines
 from harness.machine.facts import machine_facts
 from harness.plan.experiment import Experiment, SessionPlan
 from harness.record.folder import PLAN_FILE, PREDICTION_FILE, RunFolder, file_digest
-from harness.record.manifest import Manifest
+from harness.record.manifest import Manifest, utc_now
 from harness.record.row import SCHEMA, PredictedRow
 from sim.predict import NotPredictable, Prediction
 
@@ -17,15 +15,8 @@ from sim.predict import NotPredictable, Prediction
 def create_run(experiment: Experiment, results: Path) -> RunFolder:
     """A new run folder with the resolved plan, the predictions and an empty manifest."""
     facts = machine_facts()  # before the folder exists: it would make the checkout look changed
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    folder = RunFolder(results / f"{stamp}-{experiment.plan_id}")
-    try:
-        folder.path.mkdir(parents=True)
-    except FileExistsError:
-        raise InputError(
-            f"{folder.path} exists already: a run of this plan started in this very second",
-            hint="start again",
-        ) from None
+    folder = RunFolder.begun_now(results, experiment.plan_id)
+    folder.create()
     write_atomically(folder.path / PLAN_FILE, experiment.plan.to_toml())
     write_lines(
         folder.path / PREDICTION_FILE, (row.to_json() for row in predicted_rows(experiment))
@@ -70,8 +61,3 @@ def _predicted(experiment: Experiment, session: SessionPlan) -> list[PredictedRo
         )
         for request, found in zip(requests, predictions, strict=True)
     ]
-
-
-def utc_now() -> str:
-    """The time in whole seconds, as ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from harness.errors import InputError
 from harness.files import write_lines
-from harness.measure.create import utc_now
 from harness.measure.replay import SessionContext, replay
 from harness.measure.settle import Scraper
 from harness.measure.stream import open_client
 from harness.plan.experiment import Experiment, SessionPlan
 from harness.record.folder import RunFolder
 from harness.record.journal import JournalWriter
+from harness.record.manifest import utc_now
 from harness.record.row import Row
 from servers.command import Command
 from servers.gpu.devices import devices_of

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.errors import InputError
@@ -25,6 +26,21 @@ class RunFolder:
     """Paths inside ``results/<UTC>-<plan id>/``."""
 
     path: Path
+
+    @classmethod
+    def begun_now(cls, results: Path, plan_id: str) -> "RunFolder":
+        """The folder of a run that begins now; not there yet."""
+        return cls(results / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{plan_id}")
+
+    def create(self) -> None:
+        """Make the folder; InputError where it is there."""
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            raise InputError(
+                f"{self.path} exists already: a run of this plan started in this very second",
+                hint="start again",
+            ) from None
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
 """``manifest.json``: what a run was measured on, and by which servers."""
 
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +26,11 @@ def _aware(text: str) -> str:
 
 Time = Annotated[str, AfterValidator(_aware)]
 """ISO 8601 with its offset from UTC."""
+
+
+def utc_now() -> Time:
+    """The time in whole seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class ServerFacts(_Open):

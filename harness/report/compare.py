@@ -158,8 +158,7 @@ def _spread(statistics: Statistics, pass_name: str, arm: str) -> Spread:
 
 
 def _ratio(statistics: Statistics, pass_name: str) -> RunRatio | None:
-    content = statistics.passes.get(pass_name)
-    pairs = content.paired_ratio if content else None
+    pairs = statistics.pairs_in(pass_name)
     if pairs is None:
         return None
     return RunRatio(ratio=pairs.ratio, low=pairs.low, high=pairs.high, interval=pairs.interval)

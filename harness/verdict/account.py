@@ -5,13 +5,11 @@ length; a million requests take about 50 MB, for the digests of their outputs.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from harness.counters.tiers.registry import refused_chunks
 from harness.record.row import Row
 from harness.verdict.reconcile import Reconciled
-from sim.workload import WARMUP_PASS
 
 
 @dataclass(slots=True)
@@ -22,7 +20,6 @@ class Found:
     first: Reconciled | None = None
 
     def add(self, request: Reconciled) -> None:
-        """Count one more."""
         self.n += 1
         if self.first is None:
             self.first = request
@@ -77,7 +74,6 @@ class PassAccount:
     why_not_predicted: str | None = None
 
     def add(self, request: Reconciled, residual: dict[str, int] | None) -> None:
-        """Count one request."""
         self.requests += 1
         self.recorded += request.row is not None
         self.reconciled += request.is_reconciled
@@ -105,7 +101,6 @@ class Outputs:
 
     @property
     def prompts(self) -> int:
-        """Prompts with an output."""
         return sum(len(documents) for documents in self._digests.values())
 
     def add(self, row: Row) -> None:
@@ -153,7 +148,6 @@ class Account:
     chunk_bytes: int | None = None
 
     def add(self, request: Reconciled) -> None:
-        """Count one request."""
         residual = request.residual
         self.requests += 1
         self.planned += request.is_planned
@@ -196,14 +190,6 @@ class Account:
                 self.reconnected.add(request)
             if _is_client_faster(row):
                 self.too_fast.add(request)
-
-
-def account_of(requests: Iterable[Reconciled], *, first_pass: str) -> Account:
-    """Everything counted over ``requests``; ``first_pass``: name of the plan's first pass."""
-    account = Account(cold=(WARMUP_PASS, first_pass))
-    for request in requests:
-        account.add(request)
-    return account
 
 
 def _add_prediction(session: SessionAccount, request: Reconciled) -> None:

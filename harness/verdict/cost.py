@@ -1,23 +1,30 @@
 """What the treatment costs, when it pays for itself, and what a run cannot say."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from harness.plan.labels import CONTROL, treatments
-from harness.verdict.measured import Pass, Statistics, TokenSums
+from harness.verdict.measured import ArmCell, Statistics, TokenSums
 from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL
 from harness.verdict.schema import Cost, DecisionEvidence, Price, Replays
 
 
-class PlannedSizes(Protocol):
-    """The sizes of a plan in tokens; see ``harness.verdict.decision.Sizes``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the plan put where, in tokens; ``host_tokens`` None when the chunk size is unknown.
 
-    @property
-    def working_set_tokens(self) -> int: ...
-    @property
-    def host_tokens(self) -> int | None: ...
-    @property
-    def host_gib(self) -> float | None: ...
+    ``working_set_tokens``: all documents, without their questions. ``host_gib`` None: the
+    treatment has no host tier. ``has_control``: the plan measures one.
+    """
+
+    documents: int
+    working_set_tokens: int
+    gpu_tokens: int
+    host_tokens: int | None
+    host_gib: float | None
+    passes: tuple[str, ...]
+    has_control: bool = False
 
 
 def cost_of(statistics: Statistics, pass_name: str, *, host_gib: float | None) -> Cost:
@@ -26,42 +33,45 @@ def cost_of(statistics: Statistics, pass_name: str, *, host_gib: float | None) -
     Times in ms a document, treatment − baseline, so above 0 is a price; null where a cell is
     empty, and for the host memory of a treatment without a host tier.
     """
-    first = next(iter(statistics.passes), None)
-    cold = statistics.passes[first] if first is not None else None
-    replay = statistics.passes.get(pass_name)
-    store = _treatment_minus_base(cold)
-    replayed = _treatment_minus_base(replay) if pass_name != first else None
-    saving = replayed and Price(
-        median_ms=0.0 - replayed.median_ms,  # not -x, which makes -0.0 of 0
-        low_ms=0.0 - replayed.high_ms,
-        high_ms=0.0 - replayed.low_ms,
-        interval=replayed.interval,
+    first = next(iter(statistics.passes), "")
+    saving = _saving(statistics, pass_name) if pass_name != first else None
+    cold = _saving(statistics, first)
+    store = cold and Price(
+        median_ms=0.0 - cold.median_ms,  # not -x, which makes -0.0 of 0
+        low_ms=0.0 - cold.high_ms,
+        high_ms=0.0 - cold.low_ms,
+        interval=cold.interval,
     )
-    stored, loaded = (_tokens(content, statistics.compared[1]) for content in (cold, replay))
+    arms = statistics.arms_in(first)
+    stored = _tokens(arms, statistics.compared[1])
+    loaded = _tokens(statistics.arms_in(pass_name), statistics.compared[1])
     return Cost(
         host_gib=host_gib,
-        first_pass=first,
+        first_pass=first or None,
         store_cost=store,
         replay_saving=saving,
         break_even_replays=_break_even(store, saving),
         settle_after_store_ms={
-            arm: _settle(cold, arm) for arm in statistics.compared if arm is not None
+            arm: arms[arm].settle_p50_ms if arm in arms else None
+            for arm in statistics.compared
+            if arm is not None
         },
         stored_tokens=stored.stored if stored else None,
         loaded_bytes=loaded.loaded_bytes if loaded else None,
     )
 
 
-def _treatment_minus_base(content: Pass | None) -> Price | None:
-    pairs = content.paired_ratio if content else None
+def _saving(statistics: Statistics, pass_name: str) -> Price | None:
+    """Baseline − treatment."""
+    pairs = statistics.pairs_in(pass_name)
     if pairs is None:
         return None
-    difference = pairs.difference_ms
+    low, high = pairs.difference_ms.low, pairs.difference_ms.high
     return Price(
-        median_ms=0.0 - difference.median,
-        low_ms=0.0 - difference.high,
-        high_ms=0.0 - difference.low,
-        interval=difference.interval,
+        median_ms=pairs.difference_ms.median,
+        low_ms=low,
+        high_ms=high,
+        interval=pairs.difference_ms.interval,
     )
 
 
@@ -85,22 +95,16 @@ def _replays(price_ms: float, saving_ms: float) -> float | None:
     return max(0.0, price_ms) / saving_ms
 
 
-def _settle(content: Pass | None, arm: str) -> float | None:
-    """Median wait until the counters were final, in ms: storing goes on after the first token."""
-    cell = content.arms.get(arm) if content else None
-    return cell.settle_p50_ms if cell else None
-
-
-def _tokens(content: Pass | None, arm: str | None) -> TokenSums | None:
+def _tokens(arms: Mapping[str, ArmCell], arm: str | None) -> TokenSums | None:
     """The token sums of an arm in a pass; None where no row knows its sources."""
-    cell = content.arms.get(arm) if content and arm is not None else None
+    cell = arms.get(arm) if arm is not None else None
     return cell.tokens if cell and cell.tokens.n else None
 
 
 def not_established(
     statistics: Statistics,
     evidence: DecisionEvidence | None,
-    sizes: PlannedSizes | None,
+    sizes: Sizes | None,
     environment: Mapping[str, Any],
 ) -> Iterator[str]:
     """What a reader might take from the numbers and must not."""
@@ -135,7 +139,7 @@ def not_established(
     yield "Other engines, versions, models, prompt lengths or access orders."
 
 
-def _tier_limits(sizes: PlannedSizes) -> Iterator[str]:
+def _tier_limits(sizes: Sizes) -> Iterator[str]:
     if sizes.host_gib is None:
         return
     if sizes.host_tokens is None:

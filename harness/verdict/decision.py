@@ -4,15 +4,14 @@ Three verdicts. ``not decided`` always says why, and no number is made from an e
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from harness.plan.labels import CONTROL, treatments
 from harness.plan.rule import DecisionSection
-from harness.verdict.cost import cost_of, not_established
+from harness.verdict.cost import Sizes, cost_of, not_established
 from harness.verdict.measured import ArmCell, Pass, Statistics
-from harness.verdict.schema import Decision, DecisionEvidence, Reason, Verdict
+from harness.verdict.schema import Decision, DecisionEvidence, Reason, ReconcileFile, Verdict
 
 # With two blocks, the low end must clear the run's own noise squared: whatever the noise between
 # sessions is (normal to t with 1.5 degrees of freedom, 200,000 draws each), two equal arms then
@@ -20,37 +19,11 @@ from harness.verdict.schema import Decision, DecisionEvidence, Reason, Verdict
 NOISE_POWER = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What the plan put where, in tokens; ``host_tokens`` None when the chunk size is unknown.
-
-    ``working_set_tokens``: all documents, without their questions. ``host_gib`` None: the
-    treatment has no host tier. ``has_control``: the plan measures one.
-    """
-
-    documents: int
-    working_set_tokens: int
-    gpu_tokens: int
-    host_tokens: int | None
-    host_gib: float | None
-    passes: tuple[str, ...]
-    has_control: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checks:
-    """What reconciliation found: counts of requests, and the failed checks as (code, message)."""
-
-    planned: int
-    reconciled: int
-    errors: tuple[tuple[str, str], ...]
-
-
 def decide(
     rule: DecisionSection,
     statistics: Statistics,
     *,
-    checks: Checks | None,
+    checks: ReconcileFile | None,
     sizes: Sizes | None,
     is_from_plan: bool,
     environment: Mapping[str, Any],
@@ -96,15 +69,10 @@ def _claim(rule: DecisionSection, statistics: Statistics, name: str) -> str:
 
 def _evidence(rule: DecisionSection, statistics: Statistics, name: str) -> DecisionEvidence | None:
     """Ratio, interval, noise and the threshold the low end has to reach; None without a pair."""
-    content = statistics.passes.get(name)
-    pairs = content.paired_ratio if content else None
-    if content is None or pairs is None:
+    arms, pairs = statistics.arms_in(name), statistics.pairs_in(name)
+    if pairs is None:
         return None
-    spreads = [
-        content.arms[arm].session_medians.spread_ratio
-        for arm in statistics.compared
-        if arm in content.arms
-    ]
+    spreads = [arms[arm].session_medians.spread_ratio for arm in statistics.compared if arm in arms]
     noise = max((spread for spread in spreads if spread is not None), default=None)
     threshold = rule.min_ratio
     if pairs.interval_kind == "range" and noise is not None:
@@ -158,7 +126,7 @@ def _obstacles(
     statistics: Statistics,
     name: str,
     evidence: DecisionEvidence | None,
-    checks: Checks | None,
+    checks: ReconcileFile | None,
     sizes: Sizes | None,
 ) -> Iterator[Reason]:
     """Why nothing may be decided, whatever the ratio is."""
@@ -209,24 +177,24 @@ def _empty_cells(statistics: Statistics, name: str) -> Iterator[Reason]:
 _CONTAMINATED = ("unattributed-requests", "cold-hits", "baseline-used-host")
 
 
-def _failed_checks(checks: Checks | None) -> Iterator[Reason]:
+def _failed_checks(checks: ReconcileFile | None) -> Iterator[Reason]:
     if checks is None:
         yield Reason(
             code="no-prediction",
             message="there is no plan and no prediction to check these rows against",
         )
         return
-    if checks.reconciled < checks.planned or checks.planned == 0:
+    planned, reconciled = checks.requests_planned, checks.requests_reconciled
+    if reconciled < planned or planned == 0:
         yield Reason(
             code="unreconciled",
-            message=f"{checks.planned - checks.reconciled} of {checks.planned} planned requests "
-            "are not reconciled",
+            message=f"{planned - reconciled} of {planned} planned requests are not reconciled",
         )
-    for code, message in checks.errors:
-        if code in _CONTAMINATED:
-            yield Reason(code="contaminated", message=f"{code}: {message}")
-        else:
-            yield Reason(code=code, message=message)
+    for found in checks.findings:
+        if found.severity == "error" and found.code in _CONTAMINATED:
+            yield Reason(code="contaminated", message=f"{found.code}: {found.message}")
+        elif found.severity == "error":
+            yield Reason(code=found.code, message=found.message)
 
 
 def _impossible(sizes: Sizes) -> Iterator[Reason]:

@@ -6,22 +6,11 @@ from harness.plan.labels import CONTROL
 from harness.record.manifest import GpuRecord, ServerFacts
 from harness.record.row import NO_CONNECTOR
 from harness.verdict import finding_table as table
-from harness.verdict.account import Account, Outputs, SessionAccount, account_of
+from harness.verdict.account import Account, Outputs, SessionAccount
 from harness.verdict.reconcile import Reconciliation
 from harness.verdict.schema import Finding
 from servers.gpu.samples import session_changes
 from servers.tiers.registry import SERVED
-from sim.workload import pass_name
-
-
-def find(run: Reconciliation) -> list[Finding]:
-    """Every check over a reconciled run, errors first; walks its requests once."""
-    return findings_of(run, account_of(run.requests, first_pass=first_pass(run)))
-
-
-def first_pass(run: Reconciliation) -> str:
-    """Name of the plan's first pass."""
-    return pass_name(0, run.plan.workload.passes[0])
 
 
 def findings_of(run: Reconciliation, account: Account) -> list[Finding]:
@@ -135,12 +124,9 @@ def _servers(run: Reconciliation, account: Account) -> Iterator[Finding]:
 def _gpus(run: Reconciliation) -> Iterator[Finding]:
     """What the cards did: sessions are not alike on a hot card, or over a link that changed."""
     records = _gpu_records(run)
-    texts = [f"{name}: {text}" for name, record in records.items() for text in record.warnings]
-    for text in [
-        *texts,
-        *session_changes({name: record.model_dump() for name, record in records.items()}),
-    ]:
-        yield table.gpu_throttled(text)
+    warnings = [f"{name}: {text}" for name, record in records.items() for text in record.warnings]
+    changes = session_changes({name: record.model_dump() for name, record in records.items()})
+    yield from map(table.gpu_throttled, [*warnings, *changes])
 
 
 def _gpu_records(run: Reconciliation) -> dict[str, GpuRecord]:

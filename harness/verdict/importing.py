@@ -6,8 +6,6 @@ What the file does not say stays unknown: no prediction, no residual, hence no v
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -16,24 +14,20 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from harness.errors import InputError
 from harness.files import describe_invalid, load_json, numbered_lines, write_json
 from harness.plan.rule import DecisionSection
-from harness.record.folder import file_digest
-from harness.record.manifest import Manifest
+from harness.record.folder import RunFolder, file_digest
+from harness.record.manifest import Manifest, utc_now
 from harness.record.row import SCHEMA as RECORD_SCHEMA
 from harness.record.row import Sample
+from harness.verdict.account import PassAccount
 from harness.verdict.decision import decide
 from harness.verdict.finding_table import sessions_assumed
 from harness.verdict.measured import SCHEMA, JsonObject
-from harness.verdict.publish import MOST_LISTED, complete
-from harness.verdict.schema import (
-    PassResidual,
-    ReconcileFile,
-    RequestEntry,
-    Summary,
-)
-from harness.verdict.stats import source_class, summarize
+from harness.verdict.publish import Listed, by_pass, complete
+from harness.verdict.schema import ReconcileFile, Summary
+from harness.verdict.stats import summarize
 from sim.workload import WARMUP_PASS
 
-_DEFAULT_BLOCK = 16  # vLLM's default block size on CUDA; only tells full from partial GPU hits
+_BLOCK_SIZE = 16  # vLLM's default on CUDA; only tells full from partial GPU hits
 
 # 2**53: what a JSON number holds exactly in every reader.
 Tokens = Annotated[int, Field(ge=0, le=2**53)]
@@ -77,7 +71,7 @@ class ForeignRow(BaseModel):
     sent_unix_ns: Annotated[int, Field(ge=0, lt=2**63)] = 0  # nanoseconds are beyond 2**53
 
 
-def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK) -> Path:
+def import_rows(source: Path, results: Path) -> Path:
     """Make ``results/<UTC>-import-<hash>/`` from ``source`` and return it.
 
     The folder holds a copy of the file, the manifest, ``summary.json`` and ``reconcile.json``.
@@ -86,27 +80,24 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
     """
     if source.exists() and not source.is_file():
         raise InputError(f"{source} is no regular file: it is read more than once")
-    walk = _Walk(source, block_size, every=max(1, -(-_n_lines(source) // MOST_LISTED)))
+    walk = _Walk(source)
     digest = file_digest(source)
     plan_id = f"import-{digest[:8]}"
-    folder = results / f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{plan_id}"
+    folder = RunFolder.begun_now(results, plan_id)
     environment: JsonObject = {
         "imported_from": source.name,
         "sha256": digest,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": utc_now(),
         "cpu": None,
         "gpus": None,
     }
     # Before anything is written: a row these cannot take must leave no half-made folder.
-    summary = _summary(folder.name, plan_id, walk.rows(), environment, block_size)
+    summary = _summary(folder.name, plan_id, walk.rows(), environment)
     if not walk.groups:
         raise InputError(f"{source} has no row")
     reconciliation = _reconciliation(folder.name, walk)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise InputError(f"{folder} exists already", hint="import again in a second") from None
-    shutil.copyfile(source, folder / "ttft.jsonl")
+    folder.create()
+    shutil.copyfile(source, folder.path / "ttft.jsonl")
     Manifest(
         schema_version=RECORD_SCHEMA,
         run=folder.name,
@@ -114,16 +105,14 @@ def import_rows(source: Path, results: Path, *, block_size: int = _DEFAULT_BLOCK
         sealed={"ttft.jsonl": digest},
         sessions={},
         **environment,
-    ).write(folder)
-    write_json(folder / "reconcile.json", reconciliation.as_json())
-    write_json(folder / "summary.json", summary.as_json())
-    return folder
+    ).write(folder.path)
+    write_json(folder.path / "reconcile.json", reconciliation.as_json())
+    write_json(folder.path / "summary.json", summary.as_json())
+    return folder.path
 
 
-def _summary(
-    run: str, plan_id: str, rows: Iterable[Sample], environment: JsonObject, block_size: int
-) -> Summary:
-    statistics = summarize(rows, run=run, plan_id=plan_id, block_size=block_size)
+def _summary(run: str, plan_id: str, rows: Iterable[Sample], environment: JsonObject) -> Summary:
+    statistics = summarize(rows, run=run, plan_id=plan_id, block_size=_BLOCK_SIZE)
     decision = decide(
         DecisionSection(),
         statistics,
@@ -135,40 +124,47 @@ def _summary(
     return complete(statistics, decision, cliff=None, plan=None, environment=environment)
 
 
-def _n_lines(source: Path) -> int:
-    return sum(1 for _ in numbered_lines(source))
+def _reconciliation(run: str, walk: "_Walk") -> ReconcileFile:
+    """``reconcile.json`` without a prediction: rows as they are, nothing reconciled."""
+    return ReconcileFile(
+        schema_version=SCHEMA,
+        run=run,
+        requests_planned=0,
+        requests_recorded=walk.groups.total(),
+        requests_reconciled=0,
+        findings=[sessions_assumed()] if walk.is_assumed else [],
+        requests=walk.listed.entries,
+        every=walk.listed.every,
+        by_pass=by_pass({key: PassAccount(n, n) for key, n in walk.groups.items()}),
+        not_predicted=[],
+    )
 
 
 class _Walk:
-    """One walk over a foreign file, and what it met: counted rows, and every so many-th in full.
+    """One walk over a foreign file, and what it met: rows counted, and listed.
 
     ``is_assumed``: the sessions had to be. Without a session, the k-th row of the same arm, pass and
     document belongs to the k-th session of that arm: one server cannot have measured a document of a
     pass twice.
     """
 
-    def __init__(self, source: Path, block_size: int, *, every: int) -> None:
-        self.every = every
+    def __init__(self, source: Path) -> None:
         self.is_assumed = False
         self.groups: Counter[tuple[str, str]] = Counter()
-        self.entries: list[RequestEntry] = []
+        self.listed = Listed(sum(1 for _ in numbered_lines(source)), _BLOCK_SIZE)
         self._source = source
-        self._block_size = block_size
-        self._names = _Names({}, {}, {})
+        self._names = _Names()
         self._seqs: Counter[str] = Counter()
         self._seen: dict[tuple[str, str], Counter[int | str]] = {}
         self._once: dict[tuple[str, str], set[int | str]] = {}
 
     def rows(self) -> Iterator[Sample]:
         """Every row in file order; InputError with file, line and field."""
-        n = 0
         for number, line in numbered_lines(self._source):
             if not line.strip():
                 continue
             row = self._row(line, f"{self._source}, line {number}")
-            if n % self.every == 0:
-                self.entries.append(_entry(row, self._block_size))
-            n += 1
+            self.listed.add(row.key, row)
             self.groups[row.session, row.pass_name] += 1
             yield row
 
@@ -227,17 +223,16 @@ def _error_of(row: ForeignRow) -> str | None:
     return error
 
 
-@dataclass(frozen=True, slots=True)
 class _Names:
     """What sessions and documents of a foreign file have been called so far."""
 
-    sessions: dict[str, int]
-    firsts: dict[str, ForeignRow]
-    documents: dict[int | str, int]  # of numbers, the first alone
+    def __init__(self) -> None:
+        self._firsts: dict[str, tuple[int, ForeignRow]] = {}  # by session: its place, its first row
+        self._documents: dict[int | str, int] = {}  # of numbers, the first alone
 
     def order(self, session: str, row: ForeignRow, where: str) -> int:
         """The session's place by first appearance; InputError when rows contradict each other."""
-        first_of_all = next(iter(self.firsts.values()), row)
+        _, first_of_all = next(iter(self._firsts.values()), (1, row))
         for name in ("session", "order"):
             if (getattr(row, name) is None) != (getattr(first_of_all, name) is None):
                 raise InputError(
@@ -245,31 +240,30 @@ class _Names:
                     f"{getattr(first_of_all, name)!r} in the first row",
                     hint=f"give {name} in every row, or in none",
                 )
-        first = self.firsts.setdefault(session, row)
+        place, first = self._firsts.setdefault(session, (len(self._firsts) + 1, row))
         if first.order != row.order:
             raise InputError(
                 f"{where}: order of session {session!r} is {row.order} here and {first.order} before"
             )
-        arm = row.config
-        if first.config != arm:
+        if first.config != row.config:
             raise InputError(
-                f"{where}: session {session!r} is of arm {arm!r} here and of "
+                f"{where}: session {session!r} is of arm {row.config!r} here and of "
                 f"{first.config!r} before",
                 hint="a session is one server of one arm: give each its own name",
             )
-        return self.sessions.setdefault(session, len(self.sessions) + 1)
+        return place
 
     def document(self, doc: int | str, where: str) -> int:
         """A number for the document; InputError when numbers and texts are mixed."""
-        if type(next(iter(self.documents), doc)) is not type(doc):
+        if type(next(iter(self._documents), doc)) is not type(doc):
             raise InputError(
                 f"{where}: doc is {doc!r}; name all documents by numbers, or all by texts"
             )
         if isinstance(doc, int):
-            if not self.documents:
-                self.documents[doc] = doc
+            if not self._documents:
+                self._documents[doc] = doc
             return doc
-        return self.documents.setdefault(doc, len(self.documents))
+        return self._documents.setdefault(doc, len(self._documents))
 
 
 def _foreign(line: bytes, where: str) -> ForeignRow:
@@ -311,43 +305,3 @@ def _foreign(line: bytes, where: str) -> ForeignRow:
             hint="leave all three out where the sources are not known",
         )
     return row
-
-
-def _reconciliation(run: str, walk: _Walk) -> ReconcileFile:
-    """``reconcile.json`` without a prediction: rows as they are, nothing reconciled."""
-    return ReconcileFile(
-        schema_version=SCHEMA,
-        run=run,
-        requests_planned=0,
-        requests_recorded=walk.groups.total(),
-        requests_reconciled=0,
-        findings=[sessions_assumed()] if walk.is_assumed else [],
-        requests=walk.entries,
-        every=walk.every,
-        by_pass=[
-            PassResidual(
-                session=session,
-                pass_name=pass_name,
-                requests=n,
-                recorded=n,
-                reconciled=0,
-                largest=None,
-                why_not_predicted=None,
-            )
-            for (session, pass_name), n in walk.groups.items()
-        ],
-        not_predicted=[],
-    )
-
-
-def _entry(row: Sample, block_size: int) -> RequestEntry:
-    return RequestEntry(
-        session=row.session,
-        pass_name=row.pass_name,
-        doc=row.doc,
-        row=row,
-        predicted=None,
-        residual=None,
-        reconciled=False,
-        source=source_class(row, block_size),
-    )

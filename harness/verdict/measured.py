@@ -212,3 +212,8 @@ class Statistics(Result):
         """The arms measured in a pass; none in a pass without a row."""
         content = self.passes.get(pass_name)
         return content.arms if content else {}
+
+    def pairs_in(self, pass_name: str) -> Paired | None:
+        """The compared arms, paired, in a pass; None in a pass without a row, too."""
+        content = self.passes.get(pass_name)
+        return content.paired_ratio if content else None

@@ -5,8 +5,8 @@ nothing.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,27 @@ from harness.files import write_json
 from harness.forecast.cliff import Cliff, CliffPoint, cliff_of, gpu_tokens, working_set_tokens
 from harness.plan.labels import CONTROL
 from harness.plan.plan import Plan
-from harness.plan.requests import PlannedRequests
+from harness.plan.requests import Key, PlannedRequests
 from harness.record.folder import RunFolder
 from harness.record.manifest import Session
-from harness.record.row import Row
-from harness.verdict.account import Account
-from harness.verdict.decision import Checks, Sizes, decide
-from harness.verdict.findings import findings_of, first_pass
+from harness.record.row import Row, Sample
+from harness.verdict.account import Account, PassAccount
+from harness.verdict.cost import Sizes
+from harness.verdict.decision import decide
+from harness.verdict.findings import findings_of
 from harness.verdict.measured import SCHEMA, JsonObject, SessionSummary, Span, Statistics
 from harness.verdict.reconcile import Reconciled, Reconciliation, reconcile
 from harness.verdict.schema import (
     Decision,
-    Finding,
     NotPredicted,
     PassResidual,
     ReconcileFile,
     RequestEntry,
     Summary,
 )
-from harness.verdict.stats import source_class, summarize
+from harness.verdict.stats import summarize
 from harness.verdict.takeaways import takeaways_of
+from harness.verdict.tally import source_class
 from sim.geometry import KvGeometry
 from sim.workload import WARMUP_PASS, pass_name
 
@@ -44,29 +45,20 @@ MOST_LISTED = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Contents of the two published files, and the findings in them."""
+    """Contents of the two published files."""
 
     summary: Summary
     reconciliation: ReconcileFile
-    findings: list[Finding]
 
 
 def publish(folder: RunFolder, *, write: Callable[[Path, Any], None] = write_json) -> Evidence:
-    """Read a run folder, check it, decide, and write both files; InputError when unreadable."""
-    evidence = evidence_of(folder)
-    write(folder.path / "reconcile.json", evidence.reconciliation.as_json())
-    write(folder.path / "summary.json", evidence.summary.as_json())
-    return evidence
-
-
-def evidence_of(folder: RunFolder) -> Evidence:
-    """What ``publish`` writes, without writing it.
+    """Read a run folder, check it, decide, and write both files; InputError when unreadable.
 
     The requests are walked once and dropped: a million take about a minute and 250 MB.
     """
     run = reconcile(folder)
-    account = Account(cold=(WARMUP_PASS, first_pass(run)))
-    listed = _Listed(run.plan)
+    account = Account(cold=(WARMUP_PASS, pass_name(0, run.plan.workload.passes[0])))
+    listed = Listed(len(PlannedRequests(run.plan)), run.plan.server.block_size)
     statistics = summarize(
         _walked(run, account, listed),
         run=folder.name,
@@ -74,76 +66,68 @@ def evidence_of(folder: RunFolder) -> Evidence:
         block_size=run.plan.server.block_size,
         arms=run.plan.order,
     )
-    findings = findings_of(run, account)
     reconciliation = ReconcileFile(
         schema_version=SCHEMA,
         run=run.run,
         requests_planned=account.planned,
         requests_recorded=account.recorded,
         requests_reconciled=account.reconciled,
-        findings=findings,
+        findings=findings_of(run, account),
         requests=listed.entries,
         every=listed.every,
-        by_pass=_by_pass(account),
+        by_pass=by_pass(account.passes),
         not_predicted=_not_predicted(account),
     )
-    return Evidence(_summary(statistics, run, account, findings), reconciliation, findings)
+    summary = _summary(statistics, run, reconciliation, account.chunk_bytes)
+    write(folder.path / "reconcile.json", reconciliation.as_json())
+    write(folder.path / "summary.json", summary.as_json())
+    return Evidence(summary, reconciliation)
 
 
-class _Listed:
-    """The requests that ``reconcile.json`` lists: all, or of a long run every k-th of the plan."""
+class Listed:
+    """The requests that ``reconcile.json`` lists: all ``n_planned``, or of a long run every k-th."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.every = max(1, -(-len(PlannedRequests(plan)) // MOST_LISTED))
+    def __init__(self, n_planned: int, block_size: int) -> None:
+        self.every = max(1, -(-n_planned // MOST_LISTED))
         self.entries: list[RequestEntry] = []
-        self._block_size = plan.server.block_size
+        self._block_size = block_size
         self._met = 0
 
-    def add(self, request: Reconciled) -> None:
-        """List it if it is its turn."""
-        if self._met % self.every == 0:
-            self.entries.append(_entry(request, self._block_size))
+    def add(self, key: Key, row: Sample | None, request: Reconciled | None = None) -> None:
+        """List the request ``key`` if it is its turn; ``request`` None: it was imported."""
         self._met += 1
+        if (self._met - 1) % self.every:
+            return
+        session, name, doc = key
+        self.entries.append(
+            RequestEntry(
+                session=session,
+                pass_name=name,
+                doc=doc,
+                row=row.as_sample() if row else None,
+                predicted=request.predicted if request else None,
+                residual=request.residual if request else None,
+                reconciled=request.is_reconciled if request else False,
+                source=source_class(row, self._block_size) if row else None,
+            )
+        )
 
 
-def _walked(run: Reconciliation, account: Account, listed: _Listed) -> Iterator[Row]:
+def by_pass(passes: Mapping[tuple[str, str], PassAccount]) -> list[PassResidual]:
+    """Per session and pass: requests, reconciled ones, and the largest residual of each kind."""
+    return [
+        PassResidual(session=session, pass_name=name, **asdict(counted))
+        for (session, name), counted in passes.items()
+    ]
+
+
+def _walked(run: Reconciliation, account: Account, listed: Listed) -> Iterator[Row]:
     """The rows of a run, everything about their requests counted on the way."""
     for request in run.requests:
         account.add(request)
-        listed.add(request)
+        listed.add(request.key, request.row, request)
         if request.row is not None:
             yield request.row
-
-
-def _entry(request: Reconciled, block_size: int) -> RequestEntry:
-    session, name, doc = request.key
-    row = request.row
-    return RequestEntry(
-        session=session,
-        pass_name=name,
-        doc=doc,
-        row=row.as_sample() if row else None,
-        predicted=request.predicted,
-        residual=request.residual,
-        reconciled=request.is_reconciled,
-        source=source_class(row, block_size) if row else None,
-    )
-
-
-def _by_pass(account: Account) -> list[PassResidual]:
-    """Per session and pass: requests, reconciled ones, and the largest residual of each kind."""
-    return [
-        PassResidual(
-            session=session,
-            pass_name=name,
-            requests=counted.requests,
-            recorded=counted.recorded,
-            reconciled=counted.reconciled,
-            largest=counted.largest,
-            why_not_predicted=counted.why_not_predicted,
-        )
-        for (session, name), counted in account.passes.items()
-    ]
 
 
 def _not_predicted(account: Account) -> list[NotPredicted]:
@@ -161,7 +145,10 @@ def _not_predicted(account: Account) -> list[NotPredicted]:
 
 
 def _summary(
-    statistics: Statistics, run: Reconciliation, account: Account, findings: list[Finding]
+    statistics: Statistics,
+    run: Reconciliation,
+    reconciliation: ReconcileFile,
+    chunk_bytes: int | None,
 ) -> Summary:
     """The statistics with servers, decision, cliff, environment and plan."""
     plan = run.plan
@@ -171,7 +158,6 @@ def _summary(
         "dtype": plan.server.dtype,
         "model": plan.model.path,
     }
-    chunk_bytes = account.chunk_bytes
     if chunk_bytes is not None and chunk_bytes < plan.host.chunk_tokens:
         chunk_bytes = None  # of another tier than the plan's, which the findings say
     servers = run.manifest.sessions
@@ -181,11 +167,7 @@ def _summary(
     decision = decide(
         plan.decision,
         statistics,
-        checks=Checks(
-            planned=account.planned,
-            reconciled=account.reconciled,
-            errors=tuple((f.code, f.message) for f in findings if f.severity == "error"),
-        ),
+        checks=reconciliation,
         sizes=sizes_of(plan, chunk_bytes),
         is_from_plan="decision" in plan.model_fields_set,
         environment=environment,

@@ -73,11 +73,6 @@ class Reconciliation:
         label = self.arm_of(session)
         return None if label is None else self.plan.arm(label).connector_class is not None
 
-    @property
-    def rows(self) -> list[Row]:
-        """Every journalled row."""
-        return [request.row for request in self.requests if request.row is not None]
-
 
 @dataclass(frozen=True, slots=True)
 class _FolderRequests:

@@ -26,10 +26,8 @@ from harness.verdict.measured import (
     TokenSums,
 )
 from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL, compare_arms, compare_sessions
-from harness.verdict.tally import PassRows, Session, Tally, source_class, tally
+from harness.verdict.tally import PassRows, Session, Tally, tally
 from sim.split import SOURCE_CLASSES
-
-__all__ = ["SOURCE_CLASSES", "source_class", "summarize"]
 
 METHODS = {
     "median_method": "mean of the two middle values when n is even",

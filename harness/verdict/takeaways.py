@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from harness.forecast.cliff import Cliff
 from harness.verdict.measured import ArmCell, Statistics
+from harness.vocabulary import SOURCES
 
 
 def takeaways_of(statistics: Statistics, pass_name: str, cliff: Cliff | None) -> dict[str, str]:
@@ -38,8 +39,7 @@ def _ttft(statistics: Statistics, pass_name: str) -> str:
 
 
 def _paired(statistics: Statistics, pass_name: str) -> str:
-    content = statistics.passes.get(pass_name)
-    pairs = content.paired_ratio if content else None
+    pairs = statistics.pairs_in(pass_name)
     if not pairs or not pairs.documents:
         return ""
     n, blocks = len(pairs.documents), len(pairs.blocks)
@@ -58,14 +58,11 @@ def _sources(statistics: Statistics, pass_name: str) -> str:
     for arm, cell in _arms(statistics, pass_name):
         tokens = cell.tokens
         if tokens.prompt:
-            computed, gpu_hit, host_loaded = (
-                part / tokens.prompt
-                for part in (tokens.computed, tokens.gpu_hit, tokens.host_loaded)
+            shares = (
+                f"{getattr(tokens, source.field) / tokens.prompt:.1%} {source.word}"
+                for source in SOURCES
             )
-            parts.append(
-                f"{arm} {computed:.1%} computed, {gpu_hit:.1%} GPU hit, {host_loaded:.1%} "
-                "host-loaded"
-            )
+            parts.append(f"{arm} {', '.join(shares)}")
     return f"Prompt tokens in {pass_name}: {'; '.join(parts)}." if parts else ""
 
 

@@ -14,7 +14,6 @@ from harness.plan.files import read_plan
 from harness.plan.presets import preset_names
 from harness.record.folder import RunFolder
 from harness.record.row import Row
-from harness.verdict.findings import find
 from harness.verdict.reconcile import Reconciliation, reconcile
 from scripts.matrix import PLANS
 from scripts.mutations import (
@@ -27,6 +26,7 @@ from scripts.mutations import (
     matrix_runs,
     record,
 )
+from tests.factory import find
 
 Runs = list[tuple[RunFolder, Experiment]]
 Sources = tuple[int | None, int | None, int | None]
@@ -47,11 +47,15 @@ def reconciled(runs: Runs) -> dict[str, Reconciliation]:
     return {experiment.plan.name: reconcile(run) for run, experiment in runs}
 
 
+def rows_in(run: Reconciliation) -> list[Row]:
+    return [request.row for request in run.requests if request.row is not None]
+
+
 def rows_of(
     reconciled: dict[str, Reconciliation], plan: str, name: str, *, arm: str = "lmcache-mp"
 ) -> dict[int, Row]:
     """The rows of one pass of one arm, by document."""
-    rows = {r.doc: r for r in reconciled[plan].rows if (r.config, r.pass_name) == (arm, name)}
+    rows = {r.doc: r for r in rows_in(reconciled[plan]) if (r.config, r.pass_name) == (arm, name)}
     assert rows != {}
     return rows
 
@@ -162,7 +166,7 @@ def test_a_prompt_that_comes_back_whole_still_computes_its_last_token(
 def test_a_conversation_computes_no_more_than_its_new_turn_while_both_tiers_keep_it(
     reconciled: dict[str, Reconciliation],
 ) -> None:
-    rows = [row for row in reconciled["matrix-growth"].rows if row.phase == "measure"]
+    rows = [row for row in rows_in(reconciled["matrix-growth"]) if row.phase == "measure"]
     assert sorted({row.prompt_tokens for row in rows}) == [550, 700, 850, 1000, 1150, 1300]
     # The turn just asked comes again: 700 tokens are 10 blocks of 64 and 60 tokens, 150 are new.
     newest = rows_of(reconciled, "matrix-growth", "pass3-reverse")[5]
@@ -179,12 +183,12 @@ def test_the_matrix_covers_block_sizes_evictions_and_mixed_hits(
     }
     assert set(evicting) == {"matrix-growth", "matrix-host-equal-lru", "matrix-host-half-lru"}
     assert sum(evicting.values()) > 100
-    rows = [row for run in reconciled.values() for row in run.rows]
+    rows = [row for run in reconciled.values() for row in rows_in(run)]
     assert sum(bool(row.gpu_hit and row.host_loaded) for row in rows) >= 20
 
 
 def _evicted_chunks(run: Reconciliation) -> int:
-    return max((row.counters_after or {}).get("host_evicted_chunks", 0) for row in run.rows)
+    return max((row.counters_after or {}).get("host_evicted_chunks", 0) for row in rows_in(run))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

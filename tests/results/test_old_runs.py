@@ -70,7 +70,7 @@ def test_every_number_of_an_old_run_is_what_it_was(old_run: Path) -> None:
 
 def test_every_request_of_an_old_run_is_reconciled_and_every_check_passes(old_run: Path) -> None:
     evidence, _ = published(old_run)
-    assert evidence.findings == []
+    assert evidence.reconciliation.findings == []
     assert evidence.reconciliation.requests_reconciled == 160
     residuals = [entry.residual for entry in evidence.reconciliation.requests]
     assert all(residual and not any(residual.values()) for residual in residuals)

@@ -8,8 +8,9 @@ import pytest
 
 from harness.plan.rule import DecisionSection, unknown_pass
 from harness.record.row import Row
-from harness.verdict.decision import Checks, Sizes, decide
-from harness.verdict.schema import Decision, Replays
+from harness.verdict.cost import Sizes
+from harness.verdict.decision import decide
+from harness.verdict.schema import Code, Decision, Finding, ReconcileFile, Replays
 from harness.verdict.stats import summarize
 from tests.factory import failed, make_row
 
@@ -44,18 +45,30 @@ def journal(ttft: Ttft, order: Sequence[str] = (*A_B_B_A, "control")) -> list[Ro
     return rows
 
 
+def checked(planned: int, reconciled: int, **errors: str) -> ReconcileFile:
+    """A reconciliation of these counts, with errors by code, in which ``_`` stands for a dash."""
+    return ReconcileFile(
+        schema_version=2, run="r", requests_planned=planned, requests_recorded=planned,
+        requests_reconciled=reconciled, requests=[], every=1, by_pass=[], not_predicted=[],
+        findings=[
+            Finding(code=Code(code.replace("_", "-")), severity="error", message=message, cause="", remedy="")
+            for code, message in errors.items()
+        ],
+    )  # fmt: skip
+
+
 def decided(
     rows: list[Row],
     *,
     rule: DecisionSection | None = None,
     sizes: Sizes | None = SIZES,
-    checks: Checks | None = None,
+    checks: ReconcileFile | None = None,
 ) -> Decision:
     summary = summarize(rows, run="r", plan_id="p", block_size=32)
     return decide(
         rule or DecisionSection(),
         summary,
-        checks=checks or Checks(planned=len(rows), reconciled=len(rows), errors=()),
+        checks=checks or checked(len(rows), len(rows)),
         sizes=sizes,
         is_from_plan=True,
         environment={"cpu": "a CPU", "gpus": None},
@@ -198,20 +211,20 @@ def test_drift_beyond_the_rule_is_not_decided_even_with_an_effect() -> None:
 def test_one_unreconciled_request_decides_nothing() -> None:
     decision = decided(
         journal(helps),
-        checks=Checks(planned=60, reconciled=59, errors=(("residual", "1 of 60 differ"),)),
+        checks=checked(60, 59, residual="1 of 60 differ"),
     )
     assert (decision.verdict, codes(decision)) == ("not decided", ["unreconciled", "residual"])
     assert "1 of 60" in decision.because
 
 
 def test_an_empty_plan_decides_nothing() -> None:
-    decision = decided(journal(helps), checks=Checks(planned=0, reconciled=0, errors=()))
+    decision = decided(journal(helps), checks=checked(0, 0))
     assert codes(decision) == ["unreconciled"]
 
 
 @pytest.mark.parametrize("code", ["unattributed-requests", "cold-hits", "baseline-used-host"])
 def test_contamination_decides_nothing(code: str) -> None:
-    checks = Checks(planned=60, reconciled=60, errors=((code, "found"),))
+    checks = checked(60, 60, **{code: "found"})
     assert codes(decided(journal(helps), checks=checks)) == ["contaminated"]
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from harness.plan.requests import PlannedRequests
 from harness.record.row import NUMBERS, Row
-from harness.verdict.account import account_of
 from harness.verdict.finding_table import TABLE, Kind
-from harness.verdict.findings import find, has_failed
+from harness.verdict.findings import has_failed
 from harness.verdict.importing import import_rows
 from harness.verdict.reconcile import Reconciliation
 from harness.verdict.schema import Finding, read_published
@@ -20,7 +19,9 @@ from tests.factory import (
     PLAN,
     SERVERS,
     TIER_FACTS,
+    account_of,
     failed,
+    find,
     joined,
     make_plan,
     make_prediction,
@@ -196,7 +197,7 @@ def test_a_deleted_prediction_does_not_shrink_what_was_planned() -> None:
     rows = sound_rows()
     run = run_of(rows, predictions=[*map(make_prediction, rows[:2])], planned=[r.key for r in rows])
     assert codes(run) == ["missing-predictions"]
-    account = account_of(run.requests, first_pass="pass1-cold")
+    account = account_of(run)
     assert (account.planned, account.reconciled) == (3, 2)
 
 
@@ -408,14 +409,14 @@ def test_without_an_exact_prediction_the_sources_still_have_to_sum_to_the_prompt
     run = native_run([native_row(output_sha256="bb"), make_row()], why_not="a matter of timing")
     assert codes(run) == []
     assert [request.residual for request in run.requests] == [None, None]
-    account = account_of(run.requests, first_pass="pass1-cold")
+    account = account_of(run)
     assert account.reconciled == 2
     whys = {counted.why_not_predicted for counted in account.passes.values()}
     assert whys == {"a matter of timing"}
     lost = native_run(
         [make_row(**failed(session="02-native", config="native", order=2))], why_not="timing"
     )
-    assert account_of(lost.requests, first_pass="pass1-cold").reconciled == 0
+    assert account_of(lost).reconciled == 0
 
 
 def test_every_planned_request_has_its_place_and_no_other_has_one() -> None:

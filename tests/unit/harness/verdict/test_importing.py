@@ -9,7 +9,7 @@ from harness.errors import InputError
 from harness.record.folder import RunFolder
 from harness.report.export import export
 from harness.report.html import write_report
-from harness.verdict import importing
+from harness.verdict import publish
 from harness.verdict.importing import import_rows
 from harness.verdict.reconcile import reconcile
 from harness.verdict.schema import ReconcileFile, Summary
@@ -202,7 +202,7 @@ def test_a_last_line_without_a_line_end_is_read_when_it_is_whole(tmp_path: Path)
 def test_a_long_file_is_counted_in_full_and_listed_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importing, "MOST_LISTED", 4)
+    monkeypatch.setattr(publish, "MOST_LISTED", 4)
     source = write(tmp_path / "t.jsonl", *({"doc": doc} for doc in range(10)))
     folder = import_rows(source, tmp_path / "results")
     content = json.loads((folder / "reconcile.json").read_text(encoding="utf-8"))

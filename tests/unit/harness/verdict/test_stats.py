@@ -4,7 +4,8 @@ import pytest
 
 from harness.record.row import Row
 from harness.verdict.measured import FirstRequest, Paired, Pass
-from harness.verdict.stats import source_class, summarize
+from harness.verdict.stats import summarize
+from harness.verdict.tally import source_class
 from tests.factory import failed, make_row
 
 

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from harness.verdict.findings import find
 from servers.gpu.devices import Device
 from servers.gpu.facts import GpuMemory, GpuState
 from servers.gpu.samples import GpuSamples, sampled, session_changes, session_warnings
-from tests.factory import SERVERS, make_plan, run_of, sound_rows
+from tests.factory import SERVERS, find, make_plan, run_of, sound_rows
 from tests.gpus import MIB, UUID_A, UUID_C, device, gpu
 
 CARD = Device(
