@@ -36,6 +36,7 @@ from harness.record.row import PredictedRow, Row
 from harness.verdict.finding_table import TABLE
 from harness.verdict.schema import ReconcileFile, Summary
 from harness.vocabulary import SOURCE_WORDS
+from sim.tiers.gpu_pool import usable_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -297,7 +298,7 @@ def _preset_row(name: str) -> tuple[str, ...]:
         what,
         plan.model.path,
         f"{work.documents} of {work.document_tokens:,}",
-        f"{(server.num_gpu_blocks - 1) * server.block_size:,}",
+        f"{usable_tokens(server.num_gpu_blocks, server.block_size):,}",
         f"{plan.host.gib:g}, `{plan.treatment}`",
     )
 

@@ -8,8 +8,6 @@ from servers.tiers.base import HostTier, ServedTier
 from servers.tiers.registry import SERVED
 from sim.tiers.settings import TierKind
 
-GIB = 2**30
-
 SUPPORTED: Final = ("0.32.0", "0.5.6")
 """The (vLLM, LMCache) pair the predictor is proven on."""
 

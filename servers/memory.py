@@ -6,13 +6,13 @@ from typing import Final
 
 import psutil
 
-from servers.arms import GIB, Arm
+from servers.arms import Arm
 from servers.command import is_local
 from servers.errors import LaunchError
 from servers.tiers.base import Transfer
 from sim.geometry import KvGeometry
+from sim.units import GIB, MIB
 
-MIB: Final = 2**20
 # The segment is page aligned and a little larger than the pool.
 SEGMENT_HEADROOM: Final = 1.1
 

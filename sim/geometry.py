@@ -14,8 +14,7 @@ from pathlib import Path
 from sim.errors import SpecError
 from sim.layout import KvLayout
 from sim.tiers.host import align_up
-
-GIB = 2**30
+from sim.units import GIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from servers.gpu.devices import Device
-from servers.gpu.facts import MIB, Gpu, GpuMemory, GpuState
+from servers.gpu.facts import Gpu, GpuMemory, GpuState
+from sim.units import MIB
 
 UUID_A = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 UUID_B = "GPU-8932aaaa-0000-1111-2222-333344445555"

@@ -10,6 +10,7 @@ from harness.plan.labels import BASELINE, CONTROL, compared
 from harness.plan.plan import Plan, documents_of
 from sim.geometry import KvGeometry
 from sim.predict import NotPredictable, TierSpec, predict
+from sim.tiers.gpu_pool import usable_tokens
 from sim.workload import Workload, build_workload, request_keys
 
 _STEPS = 40
@@ -79,7 +80,7 @@ def cliff_of(
 def gpu_tokens(plan: Plan, arm: str = BASELINE) -> int:
     """Tokens that the GPU tier of an arm's server holds."""
     of_control = plan.control if arm == CONTROL else None
-    return _tokens(plan, (of_control or plan.server).num_gpu_blocks)
+    return usable_tokens((of_control or plan.server).num_gpu_blocks, plan.server.block_size)
 
 
 def working_set_tokens(plan: Plan, arm: str = BASELINE) -> int:
@@ -90,10 +91,6 @@ def working_set_tokens(plan: Plan, arm: str = BASELINE) -> int:
         return documents
     kept = len(spec.passes) - 1 if spec.questions == "appended" else 1
     return documents + n_documents * kept * spec.question_tokens
-
-
-def _tokens(plan: Plan, num_gpu_blocks: int) -> int:
-    return (num_gpu_blocks - 1) * plan.server.block_size  # one is vLLM's null block
 
 
 def _capacities(plan: Plan) -> Iterable[int]:
@@ -142,7 +139,7 @@ def _points(
     return [
         CliffPoint(
             arm=arm,
-            gpu_tokens=_tokens(plan, blocks),
+            gpu_tokens=usable_tokens(blocks, plan.server.block_size),
             share=_share(workload, replace(tiers, num_gpu_blocks=blocks), pass_name),
         )
         for blocks in capacities

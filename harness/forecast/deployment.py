@@ -16,13 +16,14 @@ from harness.forecast.deployment_text import sentences
 from harness.forecast.edges import host_edge_of, is_affordable, least_from
 from servers.tiers.registry import served_tier
 from sim.errors import SpecError
-from sim.geometry import GIB, find_model
+from sim.geometry import find_model
 from sim.layout import KvGroup, KvLayout
 from sim.predict import NotPredictable, Predictor, TierSpec
 from sim.split import TokenSplit
 from sim.tiers.host import HostRequest, align_up
 from sim.tiers.registry import with_host
 from sim.tiers.spec import engine_note
+from sim.units import GIB
 from sim.workload import pass_name
 
 Passes = dict[str, dict[str, int]]

@@ -28,13 +28,13 @@ from servers.ports import Ports
 from sim.errors import SpecError
 from sim.predict import NotPredictable, Prediction
 from sim.split import class_of
+from sim.tiers.gpu_pool import usable_tokens
 from sim.tiers.spec import engine_note
 
 # From results/20261129T195651Z-demo-94cb9362 (tiny model, one CPU thread): a session spends about
 # 27 s on starting and stopping, and 0.40 ms a computed token. Only the order of magnitude is promised.
 _SESSION_S = 27.0
 _CPU_PREFILL_S_PER_TOKEN = 0.40e-3
-# LMCache's segment in /dev/shm is page aligned and a little larger than the pool.
 
 Predictions = Mapping[str, list[Prediction]]
 
@@ -120,7 +120,7 @@ def _requests(experiment: Experiment) -> dict[str, int]:
 
 def _tiers(experiment: Experiment, arm: Arm) -> dict[str, Any]:
     plan, host = experiment.plan, arm.host
-    gpu_tokens = (arm.server.num_gpu_blocks - 1) * arm.server.block_size
+    gpu_tokens = usable_tokens(arm.server.num_gpu_blocks, arm.server.block_size)
     chunks = experiment.geometry.host_chunks(host.gib, host.chunk_tokens) if host else 0
     return {
         "working_set_tokens": working_set_tokens(plan, arm.name),
@@ -221,7 +221,7 @@ def _gpu_cliff(outlook: Outlook, gpu: Edge) -> dict[str, Any]:
     block_size, geometry = outlook.experiment.plan.server.block_size, outlook.experiment.geometry
 
     def size(blocks: int) -> dict[str, Any]:
-        tokens = (blocks - 1) * block_size  # one is the null block
+        tokens = usable_tokens(blocks, block_size)
         # The null block takes memory, too.
         return {"blocks": blocks, "tokens": tokens, "gib": geometry.gib(blocks * block_size)}
 

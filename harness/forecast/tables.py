@@ -9,6 +9,7 @@ from rich.table import Table
 from harness.console import say
 from harness.terminal import out, table_of
 from harness.vocabulary import SOURCE_WORDS, ms
+from sim.units import GIB
 
 
 def show_plan(content: dict[str, Any]) -> None:
@@ -64,7 +65,7 @@ def _memory_table(memory: dict[str, Any]) -> Table:
     )
     fields = ("gpu_bytes", "weights_bytes", "pool_bytes", "host_bytes", "tier_bytes", "shm_bytes")
     for arm, needs in memory.items():
-        sizes = ("–" if needs[field] is None else f"{needs[field] / 2**30:.2f}" for field in fields)
+        sizes = ("–" if needs[field] is None else f"{needs[field] / GIB:.2f}" for field in fields)
         table.add_row(arm, *sizes)
     return table
 
@@ -100,7 +101,7 @@ def _tier_table(tiers: dict[str, Any]) -> Table:
         if size["host_gib"] is not None:
             tokens = size["host_tokens"] or 0
             host = f"{tokens:,} tokens, {size['host_gib']:g} GiB ({size['host_kind']})"
-        gpu = f"{size['gpu_tokens']:,} tokens, {size['gpu_bytes'] / 2**30:.3g} GiB"
+        gpu = f"{size['gpu_tokens']:,} tokens, {size['gpu_bytes'] / GIB:.3g} GiB"
         table.add_row(arm, f"{size['working_set_tokens']:,} tokens", gpu, host)
     return table
 

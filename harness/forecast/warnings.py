@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, floor, log10
 
+from harness.forecast.cliff import gpu_tokens
 from harness.forecast.edges import Edge
 from harness.plan.experiment import Experiment
 from harness.plan.labels import BASELINE, CONTROL
-from sim.geometry import GIB
 from sim.predict import Prediction
 from sim.tiers.host import align_up
 from sim.tiers.registry import MODELS
+from sim.units import GIB
 from sim.workload import pass_name
 
 
@@ -139,7 +140,7 @@ def _fits_gpu(outlook: Outlook) -> Iterator[str]:
     if gpu is None or outlook.measured(outlook.treatment, "gpu_hit") < gpu.endless.gpu_hit:
         return
     plan = outlook.experiment.plan
-    held = (outlook.gpu_blocks - 1) * plan.server.block_size
+    held = gpu_tokens(plan)
     remedy = "raise workload.documents"
     if gpu.smallest > min(gpu.sizes):  # the smallest tried is the smallest that vLLM starts with
         remedy = f"lower server.num_gpu_blocks below {gpu.smallest} or {remedy}"
@@ -151,14 +152,14 @@ def _fits_gpu(outlook: Outlook) -> Iterator[str]:
 
 def _host_too_small(outlook: Outlook) -> Iterator[str]:
     plan, host = outlook.experiment.plan, outlook.host
-    gpu_tokens = (outlook.gpu_blocks - 1) * plan.server.block_size
+    held = gpu_tokens(plan)
     host_tokens = outlook.host_chunks * plan.host.chunk_tokens
     if host is not None and not host.endless.host_loaded:
         return  # no host tier of any size has something to load; said elsewhere
     enough = "" if host is None else f" to {_gib(outlook.host_gib(host.smallest))}"
-    if host_tokens <= gpu_tokens:
+    if host_tokens <= held:
         yield (
-            f"the host tier is no larger than the GPU tier: {host_tokens:,} against {gpu_tokens:,} "
+            f"the host tier is no larger than the GPU tier: {host_tokens:,} against {held:,} "
             "tokens; it is written through, so it holds little that the GPU does not; raise "
             f"host.gib{enough}"
         )

@@ -23,13 +23,14 @@ from harness.machine.memory import Needs, needs_of
 from harness.plan.experiment import Experiment, check_build, installed_build, resolve
 from harness.plan.files import load_plan
 from harness.record.folder import RunFolder
-from servers.arms import GIB, Arm, Build
+from servers.arms import Arm, Build
 from servers.errors import LaunchError
 from servers.gpu.devices import survey
 from servers.gpu.facts import Survey
 from servers.memory import choose_transfer, free_memory_bytes
 from servers.ports import free_ports
 from servers.processes import LeftOver
+from sim.units import GIB
 
 _NEEDED_DISK_GIB: Final = 1.0
 # What vLLM's engine processes call themselves; the kernel keeps 15 characters of it.

@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 
 from servers.gpu.devices import survey
-from servers.gpu.facts import MIB, Survey
+from servers.gpu.facts import Survey
+from sim.units import MIB
 
 
 def machine_facts() -> dict[str, Any]:

@@ -5,10 +5,11 @@ from typing import Final
 
 from harness.machine.checks import Check, Status
 from harness.machine.memory import Needs
-from servers.arms import GIB, Arm, Build
+from servers.arms import Arm, Build
 from servers.errors import LaunchError
 from servers.gpu.devices import VISIBLE, Device, devices_of
 from servers.gpu.facts import SLOWED, GpuMemory, Survey
+from sim.units import GIB
 
 # Below this a card serves others: an idle one holds some hundred MiB of driver.
 _IDLE_BYTES: Final = GIB

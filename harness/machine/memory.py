@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Final
 
 from harness.plan.experiment import Experiment
-from servers.arms import GIB
 from servers.flags import values_of
 from servers.gpu.devices import parallel_size
 from sim.dense import DenseShape
+from sim.units import GIB
 
 # vLLM's CPU build and LMCache hold about 1.2 and 0.7 GiB with the tiny model; page cache and the
 # client need room too.

@@ -12,10 +12,10 @@ from pathlib import Path
 from harness.errors import InputError, MachineError
 from harness.machine.memory import needs_of
 from harness.plan.experiment import Experiment
-from servers.arms import GIB
 from servers.gpu.devices import Device, devices_of
 from servers.memory import check_host_memory
 from sim.geometry import hub_cache
+from sim.units import GIB
 
 
 def check_room(experiment: Experiment) -> None:

@@ -9,6 +9,7 @@ from harness.plan.plan import BUILT_IN_ARMS, ArmSection, Plan
 from harness.plan.rule import unknown_pass
 from servers.flags import means
 from servers.tiers.registry import SERVED
+from sim.tiers.gpu_pool import usable_tokens
 from sim.tiers.registry import MODELS
 from sim.tiers.settings import TierKind
 from sim.workload import (
@@ -163,7 +164,7 @@ def _impossible_tiers(plan: Plan) -> list[str]:
     if plan.control:
         capacities.append(("control", plan.control.num_gpu_blocks))
     for section, blocks in capacities:
-        usable = (blocks - 1) * server.block_size
+        usable = usable_tokens(blocks, server.block_size)
         if usable < server.max_model_len:
             problems.append(
                 f"{section}.num_gpu_blocks is {blocks}: {usable} usable tokens, fewer than "

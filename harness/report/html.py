@@ -31,7 +31,7 @@ from harness.report.charts import (
 from harness.report.columns import request_columns
 from harness.verdict.schema import ReconcileFile, Summary, read_published
 from harness.vocabulary import FAILED, PAGE, REQUEST_SOURCES, SOURCE_WORDS, SOURCES
-from sim.geometry import GIB
+from sim.units import GIB
 
 _MOST_REQUESTS = 2_000  # rows of the table of requests; the files have them all
 _MOST_BYTES = 6_000_000

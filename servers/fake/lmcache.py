@@ -10,8 +10,8 @@ from typing import Any
 from servers.fake.pages import Sample
 from servers.fake.play import Play, TierNow
 from servers.fake.spec import FakeSpec
-from sim.geometry import GIB
 from sim.predict import Prediction
+from sim.units import GIB
 
 
 class ServerPlay(Play):

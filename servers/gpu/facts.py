@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
-MIB: Final = 2**20
-
 # Bits of NVML's clocks event (once: throttle) reasons, nvml.h of CUDA 13.
 _REASONS: Final = {
     0x001: "gpu_idle",

@@ -10,7 +10,8 @@ from typing import Final
 
 from servers.errors import LaunchError
 from servers.gpu.devices import Device, state_reader
-from servers.gpu.facts import MIB, GpuState, Reader
+from servers.gpu.facts import GpuState, Reader
+from sim.units import MIB
 
 # What the driver keeps or a display repaints between two readings; an engine holds gigabytes.
 _TOLERANCE_BYTES: Final = 256 * MIB

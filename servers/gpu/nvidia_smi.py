@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from servers.gpu.facts import (
-    MIB,
     Gpu,
     GpuMemory,
     GpuProcess,
@@ -24,6 +23,7 @@ from servers.gpu.facts import (
     reason_words,
 )
 from servers.gpu.nvml import in_pci_order, visible_pid
+from sim.units import MIB
 
 _TIMEOUT_S: Final = 20.0
 _UUID: Final = re.compile(r"(?:GPU|MIG)-[0-9a-fA-F/-]+|MIG-GPU-[0-9a-fA-F/-]+")

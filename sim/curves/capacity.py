@@ -7,7 +7,7 @@ import numpy as np
 
 from sim.curves.trace import MOST_TRACE_TOKENS
 from sim.errors import SpecError
-from sim.geometry import GIB
+from sim.units import GIB
 
 _ITEM = re.compile(
     r"(?P<number>[0-9]{1,60}(?:\.[0-9]{1,60})?)\s*(?P<scale>[kMG]?)\s*(?P<unit>[A-Za-z]*)"

@@ -13,6 +13,11 @@ NULL_BLOCK = 0
 """The id vLLM's ``BlockPool.__init__`` takes out of the pool and never hands to a request."""
 
 
+def usable_tokens(num_gpu_blocks: int, block_size: int) -> int:
+    """Tokens that a GPU tier of so many blocks holds: one of them is the null block."""
+    return (num_gpu_blocks - 1) * block_size
+
+
 class GpuPool:
     """vLLM's GPU block pool: physical blocks in a queue, whose head is reused first.
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from servers import processes
-from servers.arms import GIB, Arm, ServerSpec
+from servers.arms import Arm, ServerSpec
 from servers.child import ServerLog
 from servers.command import Command
 from servers.errors import LaunchError, ServerDied
@@ -41,6 +41,7 @@ from servers.processes import (
     wait_gone,
 )
 from servers.tiers.base import HostTier
+from sim.units import GIB
 from tests.places import ROOT
 
 SPEC = ServerSpec("fake", "tiny", 16, 64, 2048, 4096, "float32")

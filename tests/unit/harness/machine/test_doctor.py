@@ -13,9 +13,10 @@ from harness.machine.checks import Check
 from harness.machine.doctor import check_machine
 from harness.machine.memory import Needs
 from harness.record.folder import RunFolder
-from servers.arms import GIB, Arm, ServerSpec
+from servers.arms import Arm, ServerSpec
 from servers.gpu.facts import Gpu, GpuMemory, GpuProcess, GpuState, MigInstance, Survey
 from servers.processes import Ledger, identify
+from sim.units import GIB
 from tests.factory import PLAN_TOML
 from tests.gpus import MIG_1, UUID_A, UUID_C, gpu
 

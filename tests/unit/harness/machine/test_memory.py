@@ -7,7 +7,7 @@ import pytest
 from harness.machine.memory import Needs, needs_of
 from harness.plan.experiment import Experiment, resolve
 from harness.plan.files import load_plan
-from servers.arms import GIB
+from sim.units import GIB
 
 
 def needs(tmp_path: Path, preset: str, **changed: Any) -> Needs:

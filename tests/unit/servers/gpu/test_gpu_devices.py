@@ -21,7 +21,6 @@ from servers.gpu.devices import (
     visible_devices,
 )
 from servers.gpu.facts import (
-    MIB,
     Gpu,
     GpuMemory,
     GpuProcess,
@@ -32,6 +31,7 @@ from servers.gpu.facts import (
 )
 from servers.gpu.nvidia_smi import parse_list, parse_table
 from servers.gpu.nvml import nvml
+from sim.units import MIB
 from tests.gpus import (
     H200,
     MIG_1,

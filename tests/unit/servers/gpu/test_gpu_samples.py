@@ -8,8 +8,9 @@ import pytest
 from servers.gpu.devices import Device
 from servers.gpu.facts import GpuMemory, GpuState
 from servers.gpu.samples import GpuSamples, sampled, session_changes, session_warnings
+from sim.units import MIB
 from tests.factory import SERVERS, find, make_plan, run_of, sound_rows
-from tests.gpus import MIB, UUID_A, UUID_C, device, gpu
+from tests.gpus import UUID_A, UUID_C, device, gpu
 
 CARD = Device(
     replace(
