@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from harness.plan.arms import BASELINE, CONTROL, compared
 from harness.plan.experiment import Experiment, arms_of
-from harness.plan.labels import BASELINE, CONTROL, compared
 from harness.plan.plan import Plan, documents_of
 from sim.geometry import KvGeometry
 from sim.predict import NotPredictable, TierSpec, predict

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import InputError
 from harness.files import describe_invalid, load_json
+from harness.plan.arms import BASELINE
 from harness.plan.experiment import Experiment
-from harness.plan.labels import BASELINE
 from servers.arms import Arm
 from servers.tiers.registry import SERVED
 from sim.dense import DenseShape

@@ -19,8 +19,8 @@ from harness.forecast.latency import (
 )
 from harness.forecast.warnings import Outlook, hazards
 from harness.machine.memory import needs_of
+from harness.plan.arms import BASELINE, CONTROL
 from harness.plan.experiment import Experiment, SessionPlan
-from harness.plan.labels import BASELINE, CONTROL
 from servers.arms import Arm
 from servers.command import Command, render
 from servers.memory import SEGMENT_HEADROOM

@@ -10,8 +10,8 @@ from math import ceil, floor, log10
 
 from harness.forecast.cliff import gpu_tokens
 from harness.forecast.edges import Edge
+from harness.plan.arms import BASELINE, CONTROL
 from harness.plan.experiment import Experiment
-from harness.plan.labels import BASELINE, CONTROL
 from sim.predict import Prediction
 from sim.tiers.host import align_up
 from sim.tiers.registry import MODELS

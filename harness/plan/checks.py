@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from harness.plan.labels import BASELINE, CONTROL
+from harness.plan.arms import BASELINE, CONTROL, treatments
 from harness.plan.plan import BUILT_IN_ARMS, ArmSection, Plan
 from harness.plan.rule import unknown_pass
 from servers.flags import means
@@ -12,66 +12,65 @@ from servers.tiers.registry import SERVED
 from sim.tiers.gpu_pool import usable_tokens
 from sim.tiers.registry import MODELS
 from sim.tiers.settings import TierKind
-from sim.workload import (
-    pass_name,
-)
+from sim.workload import pass_name
 
 # Prompts are Python integers in memory: 8 bytes a reference, so 200 million are about 1.6 GB.
-_MOST_TOKENS = 200_000_000
+_MOST_TOKENS_IN_MEMORY = 200_000_000
 
 
-def impossible(plan: Plan) -> list[str]:
+def problems_of(plan: Plan) -> list[str]:
     """Why the engines could not run this plan, or its outcome could not be attributed."""
-    work, server = plan.workload, plan.server
-    prompt = work.spec().longest_prompt_tokens
-    total = prompt + work.output_tokens
-    problems = list(_impossible_arms(plan))
-    if problems:  # the rest asks what the labels stand for
+    problems = list(_unknown_arms(plan)) or [*_arms_problems(plan), *_order_problems(plan)]
+    if problems:  # the rest asks what the arms are
         return problems
-    session_tokens = total * (work.documents * len(work.passes) + work.warmup_documents)
-    if session_tokens > _MOST_TOKENS:
-        problems.append(
-            f"workload asks for {session_tokens:,} tokens a session, prompts and outputs; at most "
-            f"{_MOST_TOKENS:,} are held in memory"
-        )
-    if plan.control and (plan.control.documents or 0) > work.documents:
-        problems.append(
-            f"control.documents is {plan.control.documents}; the workload has {work.documents}"
-        )
-    if total > server.max_model_len:
-        problems.append(
-            f"server.max_model_len is {server.max_model_len}, but prompt and output are {total} "
-            "tokens; vLLM would cut the output silently"
-        )
-    if prompt > server.max_num_batched_tokens:
-        problems.append(
-            f"server.max_num_batched_tokens is {server.max_num_batched_tokens}, but a prompt has "
-            f"{prompt} tokens; a prefill in several steps is not predictable to the token"
-        )
-    problems += _impossible_tiers(plan)
-    passes = [pass_name(index, order) for index, order in enumerate(work.passes)]
+    problems = [*_workload_problems(plan), *_gpu_tier_problems(plan), *_host_tier_problems(plan)]
+    passes = [pass_name(index, order) for index, order in enumerate(plan.workload.passes)]
     wrong = unknown_pass(plan.decision, passes)
     return [*problems, wrong] if wrong else problems
 
 
-def _impossible_arms(plan: Plan) -> Iterator[str]:
-    """What is wrong with the labels, what they stand for, and their order; the first is enough."""
-    known = {BASELINE, CONTROL, *BUILT_IN_ARMS, *plan.arms}
-    for label in plan.order:
-        if label not in known:
-            yield (
-                f"order names {label!r}, which is no arm: known are {', '.join(sorted(known))}; "
-                f"[arms.{label}] would define it"
-            )
-            return
-    for label, arm in plan.arms.items():
-        yield from _impossible_arm(label, arm)
-    compared = [label for label in plan.order if label != CONTROL]
-    treatments = sorted({*compared} - {BASELINE})
-    if len(treatments) > 1:
+def _workload_problems(plan: Plan) -> Iterator[str]:
+    work, server = plan.workload, plan.server
+    prompt = work.spec().longest_prompt_tokens
+    total = prompt + work.output_tokens
+    session_tokens = total * (work.documents * len(work.passes) + work.warmup_documents)
+    if session_tokens > _MOST_TOKENS_IN_MEMORY:
         yield (
-            f"order has the arms {', '.join(treatments)} next to baseline; a plan compares one: "
-            "make a plan for each"
+            f"workload asks for {session_tokens:,} tokens a session, prompts and outputs; at most "
+            f"{_MOST_TOKENS_IN_MEMORY:,} are held in memory"
+        )
+    if plan.control and (plan.control.documents or 0) > work.documents:
+        yield f"control.documents is {plan.control.documents}; the workload has {work.documents}"
+    if total > server.max_model_len:
+        yield (
+            f"server.max_model_len is {server.max_model_len}, but prompt and output are {total} "
+            "tokens; vLLM would cut the output silently"
+        )
+    if prompt > server.max_num_batched_tokens:
+        yield (
+            f"server.max_num_batched_tokens is {server.max_num_batched_tokens}, but a prompt has "
+            f"{prompt} tokens; a prefill in several steps is not predictable to the token"
+        )
+
+
+def _unknown_arms(plan: Plan) -> Iterator[str]:
+    known = {BASELINE, CONTROL, *BUILT_IN_ARMS, *plan.arms}
+    for name in plan.order:
+        if name not in known:
+            yield (
+                f"order names {name!r}, which is no arm: known are {', '.join(sorted(known))}; "
+                f"[arms.{name}] would define it"
+            )
+
+
+def _order_problems(plan: Plan) -> Iterator[str]:
+    """What makes sessions in this order no pairs of baseline and treatment, and perhaps a control."""
+    compared = [name for name in plan.order if name != CONTROL]
+    others = treatments(plan.order)
+    if len(others) > 1:
+        yield (
+            f"order has the arms {', '.join(sorted(others))} next to baseline; a plan compares "
+            "one: make a plan for each"
         )
     n_base = compared.count(BASELINE)
     n_tier = len(compared) - n_base
@@ -114,20 +113,21 @@ _OUR_ENV = (
 _ROLES = ("kv_both", "kv_consumer", "kv_producer")
 
 
-def _impossible_arm(label: str, arm: ArmSection) -> Iterator[str]:
-    where = f"arms.{label}"
-    if label in (BASELINE, CONTROL):
-        yield f"{where}: {label} is fixed; give the arm another name"
-    elif arm == ArmSection():
-        yield f"{where} differs in nothing from baseline; give it a tier, or a factor of its own"
-    if arm.connector is not None and arm.tier is not None:
-        yield f"{where} has a tier and a connector; one of them"
-    if arm.connector is not None:
-        yield from _impossible_connector(f"{where}.connector", arm.connector)
-    yield from _impossible_words(where, arm)
+def _arms_problems(plan: Plan) -> Iterator[str]:
+    for name, arm in plan.arms.items():
+        where = f"arms.{name}"
+        if name in (BASELINE, CONTROL):
+            yield f"{where}: {name} is fixed; give the arm another name"
+        elif arm == ArmSection():
+            yield f"{where} differs in nothing from baseline; give it a tier, or a factor of its own"
+        if arm.connector is not None and arm.tier is not None:
+            yield f"{where} has a tier and a connector; one of them"
+        if arm.connector is not None:
+            yield from _connector_problems(f"{where}.connector", arm.connector)
+        yield from _words_problems(where, arm)
 
 
-def _impossible_words(where: str, arm: ArmSection) -> Iterator[str]:
+def _words_problems(where: str, arm: ArmSection) -> Iterator[str]:
     """What a process cannot be given, or kvcliff gives itself."""
     for flag in arm.flags:
         ours = next((option for option in _OURS if means(flag, option)), None)
@@ -143,7 +143,7 @@ def _impossible_words(where: str, arm: ArmSection) -> Iterator[str]:
             yield f"{where}.env.{name} is {value!r}: an environment has no NUL characters"
 
 
-def _impossible_connector(where: str, connector: dict[str, Any]) -> Iterator[str]:
+def _connector_problems(where: str, connector: dict[str, Any]) -> Iterator[str]:
     """A connector is written as JSON, and has what vLLM insists on."""
     name, role = connector.get("kv_connector"), connector.get("kv_role")
     if not isinstance(name, str) or not name:
@@ -157,38 +157,39 @@ def _impossible_connector(where: str, connector: dict[str, Any]) -> Iterator[str
         yield f"{where} cannot be written as JSON, which vLLM takes: {error}"
 
 
-def _impossible_tiers(plan: Plan) -> list[str]:
-    server, tier = plan.server, plan.arm(plan.treatment).tier
-    problems = []
+def _gpu_tier_problems(plan: Plan) -> Iterator[str]:
+    server = plan.server
     capacities = [("server", server.num_gpu_blocks)]
     if plan.control:
         capacities.append(("control", plan.control.num_gpu_blocks))
     for section, blocks in capacities:
         usable = usable_tokens(blocks, server.block_size)
         if usable < server.max_model_len:
-            problems.append(
+            yield (
                 f"{section}.num_gpu_blocks is {blocks}: {usable} usable tokens, fewer than "
                 f"server.max_model_len {server.max_model_len}; vLLM refuses to start"
             )
+    if server.build == "cpu" and server.block_size % 32:
+        yield f"server.block_size is {server.block_size}; the CPU build takes multiples of 32"
+
+
+def _host_tier_problems(plan: Plan) -> Iterator[str]:
+    tier, block_size = plan.arm(plan.treatment).tier, plan.server.block_size
+    chunk_tokens = plan.host.chunk_tokens
     served = None if tier is None else SERVED[tier]
     if served and not served.takes_policy and plan.host.policy != "LRU":
-        problems.append(f"host.policy is {plan.host.policy!r}; the tier {tier} knows LRU alone")
+        yield f"host.policy is {plan.host.policy!r}; the tier {tier} knows LRU alone"
     if served and served.keeps_blocks and "chunk_tokens" in plan.host.model_fields_set:
-        if plan.host.chunk_tokens != server.block_size:
-            problems.append(
-                f"host.chunk_tokens is {plan.host.chunk_tokens}; the tier {tier} keeps single "
-                f"blocks of {server.block_size}: leave it out"
+        if chunk_tokens != block_size:
+            yield (
+                f"host.chunk_tokens is {chunk_tokens}; the tier {tier} keeps single blocks of "
+                f"{block_size}: leave it out"
             )
-    elif _needs_whole_blocks(tier) and plan.host.chunk_tokens % server.block_size:
-        problems.append(
-            f"host.chunk_tokens is {plan.host.chunk_tokens}; LMCache's server needs a multiple of "
-            f"server.block_size {server.block_size}"
+    elif _needs_whole_blocks(tier) and chunk_tokens % block_size:
+        yield (
+            f"host.chunk_tokens is {chunk_tokens}; LMCache's server needs a multiple of "
+            f"server.block_size {block_size}"
         )
-    if server.build == "cpu" and server.block_size % 32:
-        problems.append(
-            f"server.block_size is {server.block_size}; the CPU build takes multiples of 32"
-        )
-    return problems
 
 
 def _needs_whole_blocks(tier: TierKind | None) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.errors import InputError, MachineError
 from harness.plan import models
-from harness.plan.labels import BASELINE, CONTROL
+from harness.plan.arms import BASELINE, CONTROL
 from harness.plan.plan import Plan, Weights, documents_of, session_name, whole_workload
 from servers.arms import SUPPORTED, Arm, Build, ServerSpec
 from servers.tiers.base import HostTier
@@ -18,10 +18,7 @@ from sim.geometry import KvGeometry, host_bytes
 from sim.predict import NotPredictable, Prediction, TierSpec, predict
 from sim.tiers.registry import with_host
 from sim.tiers.settings import DEFAULT_KIND
-from sim.workload import (
-    Request,
-    Workload,
-)
+from sim.workload import Request, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ class Experiment:
 
     def workload_of(self, arm: Arm) -> Workload:
         """What a session of ``arm`` is asked: everything, or of the control what it is limited to."""
-        return replace(self.workload, requests=_asked(self.plan, arm.name, self.workload))
+        return replace(self.workload, requests=_requests_of(self.plan, arm.name, self.workload))
 
     def predictions(self, arm: Arm) -> list[Prediction]:
         """One prediction per request of a session of ``arm``, warm-up included, in order.
@@ -192,7 +189,7 @@ def engine_version(build: Build) -> str:
 
 
 def arms_of(plan: Plan, model: str) -> dict[str, Arm]:
-    """Baseline, treatment and, where the plan has one, control: by label."""
+    """Baseline, treatment and, where the plan has one, control: by name."""
     section = plan.server
     assert section.build != "auto", "resolve fills build"
     server = ServerSpec(
@@ -206,16 +203,16 @@ def arms_of(plan: Plan, model: str) -> dict[str, Arm]:
         eager=section.eager,
         load_format=plan.model.weights,
     )
-    labels = [BASELINE, plan.treatment, *([CONTROL] if plan.control else [])]
-    return {label: _arm(plan, label, server) for label in labels}
+    names = [BASELINE, plan.treatment, *([CONTROL] if plan.control else [])]
+    return {name: _arm(plan, name, server) for name in names}
 
 
-def _arm(plan: Plan, label: str, server: ServerSpec) -> Arm:
-    asked = plan.arm(label)
-    if label == CONTROL and plan.control:
+def _arm(plan: Plan, name: str, server: ServerSpec) -> Arm:
+    asked = plan.arm(name)
+    if name == CONTROL and plan.control:
         server = replace(server, num_gpu_blocks=plan.control.num_gpu_blocks)
     return Arm(
-        label,
+        name,
         server,
         HostTier(kind=asked.tier, **plan.host.model_dump()) if asked.tier else None,
         prefix_caching=asked.prefix_caching,
@@ -243,7 +240,7 @@ def _plan_id(plan: Plan, model_config: bytes) -> str:
     return f"{plan.name}-{digest.hexdigest()[:8]}"
 
 
-def _asked(plan: Plan, label: str, workload: Workload) -> tuple[Request, ...]:
+def _requests_of(plan: Plan, arm: str, workload: Workload) -> tuple[Request, ...]:
     """The requests of one session of an arm, warm-up included, in order."""
-    documents = documents_of(plan, label)
+    documents = documents_of(plan, arm)
     return tuple(r for r in workload.requests if r.phase == "warmup" or r.doc < documents)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from harness.errors import InputError
 from harness.files import describe_invalid
-from harness.plan.checks import impossible
+from harness.plan.checks import problems_of
 from harness.plan.plan import Plan
 from harness.plan.presets import preset_file, preset_names
 
@@ -53,7 +53,7 @@ def parse_plan(content: bytes, *, where: str, migrate: Migration = dict) -> Plan
     except ValidationError as error:
         message = f"{where}: {describe_invalid(error)}"
         raise InputError(message, hint=_accepted(error)) from None
-    for problem in impossible(plan):
+    for problem in problems_of(plan):
         raise InputError(f"{where}: {problem}")
     return plan
 
@@ -64,7 +64,7 @@ def _accepted(error: ValidationError) -> str | None:
     if wrong is None:
         return None
     section: type[BaseModel] = Plan
-    for name in wrong[:-1]:  # a label of [arms] is no field: its section is the table's
+    for name in wrong[:-1]:  # an arm of [arms] is no field: its section is the table's
         if field := section.model_fields.get(str(name)):
             section = _section_in(field.annotation) or section
     names = [field.alias or name for name, field in section.model_fields.items()]

@@ -6,25 +6,18 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.errors import InputError
+from harness.plan.arms import BASELINE, CONTROL, treatments
 from harness.plan.host import DEFAULT, EvictionFields
-from harness.plan.labels import BASELINE, CONTROL, treatments
 from harness.plan.rule import DecisionSection
 from servers.arms import connector_class
 from sim.errors import SpecError
 from sim.tiers.settings import DEFAULT_KIND, TIER_KINDS, TierKind
-from sim.workload import (
-    Questions,
-    Workload,
-    WorkloadSpec,
-    build_workload,
-)
+from sim.workload import Questions, Workload, WorkloadSpec, build_workload
 
-PLAN_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
-
-Count = Annotated[int, Field(ge=1, le=100_000_000)]
+PlanCount = Annotated[int, Field(ge=1, le=100_000_000)]
 GpuBlocks = Annotated[int, Field(ge=2, le=10_000_000)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,40}$")]
+ArmName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,40}$")]
 
 Weights = Literal["auto", "dummy"]
 """``auto``: the model's own. ``dummy``: made up by vLLM (``--load-format dummy``); nothing is
@@ -53,20 +46,20 @@ class ModelSection(_Section):
 class WorkloadSection(_Section):
     """Sizes in tokens; ``spec().longest_prompt_tokens`` is the largest prompt."""
 
-    documents: Count = Field(
+    documents: PlanCount = Field(
         description="number of documents; every request is a document and a question"
     )
-    document_tokens: Count = Field(
+    document_tokens: PlanCount = Field(
         description="length of the first document, and of all by default"
     )
-    question_tokens: Count = Field(description="length of a question")
+    question_tokens: PlanCount = Field(description="length of a question")
     output_tokens: Annotated[int, Field(ge=2)] = Field(  # 1 may reorder store and end on a GPU
         description="tokens generated for a request, at least 2"
     )
     passes: Annotated[tuple[Literal["fwd", "rev"], ...], Field(min_length=1, strict=False)] = Field(
         description="walks over the documents: `fwd` in their order, `rev` in reverse"
     )
-    warmup_documents: Count = Field(
+    warmup_documents: PlanCount = Field(
         default=2, description="throw-away documents that each session asks for first"
     )
     seed: int = Field(default=1, description="seed of the token ids")
@@ -98,12 +91,12 @@ class ServerSection(_Section):
     build: Literal["auto", "cpu", "gpu", "fake"] = Field(
         default="auto", description="vLLM's build, `cpu` or `gpu`; `auto`: the installed one"
     )
-    block_size: Count = Field(description="tokens of a KV block")
+    block_size: PlanCount = Field(description="tokens of a KV block")
     num_gpu_blocks: GpuBlocks = Field(
         description="size of the GPU tier in blocks, one of which vLLM never uses"
     )
-    max_num_batched_tokens: Count = Field(description="at least as many as a prompt has")
-    max_model_len: Count = Field(description="at least as many as a prompt and its output have")
+    max_num_batched_tokens: PlanCount = Field(description="at least as many as a prompt has")
+    max_model_len: PlanCount = Field(description="at least as many as a prompt and its output have")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
         description="`float32`, `float16` or `bfloat16`; `auto`: what suits the build",
@@ -119,7 +112,7 @@ class _HostSize(_Section):
     gib: Annotated[float, Field(gt=0, le=65_536)] = Field(
         description="size of the host tier in GiB"
     )
-    chunk_tokens: Count = Field(
+    chunk_tokens: PlanCount = Field(
         default=DEFAULT.chunk_tokens,
         description="LMCache's chunk; vLLM's own tiers keep single blocks",
     )
@@ -130,7 +123,7 @@ class HostSection(EvictionFields, _HostSize):  # a plan says the size first
 
 
 class ArmSection(_Section):
-    """What a label of ``order`` stands for, next to ``baseline``.
+    """An arm of ``order``, by what it differs in from ``baseline``.
 
     An arm with ``env``, ``flags`` or ``connector`` has no exact prediction.
     """
@@ -157,7 +150,7 @@ BUILT_IN_ARMS: dict[str, ArmSection] = {
     **{kind: ArmSection(tier=kind) for kind in TIER_KINDS},
     "none": ArmSection(prefix_caching=False),
 }
-"""The labels every plan knows; ``[arms.LABEL]`` adds to them or replaces one."""
+"""The arms every plan knows; ``[arms.NAME]`` adds to them or replaces one."""
 
 
 class ControlSection(_Section):
@@ -166,7 +159,7 @@ class ControlSection(_Section):
     num_gpu_blocks: GpuBlocks = Field(
         description="size of the control's GPU tier in blocks, enough for every document it asks for"
     )
-    documents: Count | None = Field(
+    documents: PlanCount | None = Field(
         default=None, description="the control asks for the first so many only; by default for all"
     )
 
@@ -190,7 +183,7 @@ class Plan(_Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,40}$")] = Field(
         description="a name for the run folder"
     )
-    order: Annotated[tuple[Label, ...], Field(min_length=1, strict=False)] = Field(
+    order: Annotated[tuple[ArmName, ...], Field(min_length=1, strict=False)] = Field(
         description="the sessions, each an arm: `baseline`, one treatment and perhaps `control`"
     )
     model: ModelSection = ModelSection()
@@ -198,31 +191,31 @@ class Plan(_Section):
     server: ServerSection
     host: HostSection
     control: ControlSection | None = None
-    arms: dict[Label, ArmSection] = {}
+    arms: dict[ArmName, ArmSection] = {}
     deadlines: DeadlineSection = DeadlineSection()
     decision: DecisionSection = DecisionSection()
 
     @property
     def treatment(self) -> str:
-        """The label compared with ``baseline``; where none is measured, the tier it would be."""
+        """The arm compared with ``baseline``; where none is measured, the tier it would be."""
         others = treatments(self.order)
         return others[0] if others else DEFAULT_KIND
 
-    def arm(self, label: str) -> ArmSection:
-        """What ``label`` stands for: ``control`` the treatment. KeyError: not a label."""
-        if label == BASELINE:
+    def arm(self, name: str) -> ArmSection:
+        """The arm ``name``; ``control`` is the treatment. KeyError: there is none."""
+        if name == BASELINE:
             return ArmSection()
-        label = self.treatment if label == CONTROL else label
-        return self.arms[label] if label in self.arms else BUILT_IN_ARMS[label]
+        name = self.treatment if name == CONTROL else name
+        return self.arms[name] if name in self.arms else BUILT_IN_ARMS[name]
 
     def to_toml(self) -> str:
         """The plan as TOML, defaults written out."""
         return tomli_w.dumps(self.model_dump(by_alias=True, exclude_none=True, mode="json"))
 
 
-def documents_of(plan: Plan, label: str) -> int:
+def documents_of(plan: Plan, arm: str) -> int:
     """How many documents, the first ones, a session of an arm asks for in every pass."""
-    limit = plan.control.documents if label == CONTROL and plan.control else None
+    limit = plan.control.documents if arm == CONTROL and plan.control else None
     return plan.workload.documents if limit is None else limit
 
 

@@ -10,7 +10,7 @@ import altair as alt
 
 from harness.charting import FADED, FONT_SIZE, log_ticks, on_page
 from harness.forecast.cliff import Cliff, CliffPoint
-from harness.plan.labels import BASELINE, CONTROL
+from harness.plan.arms import BASELINE, CONTROL
 from harness.vocabulary import (
     BASELINE_MARK,
     CONTROL_MARK,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from harness.plan.labels import BASELINE, CONTROL
+from harness.plan.arms import BASELINE, CONTROL
 from harness.record.row import Predicted, Sample
 from harness.report.chart_specs import (
     arm_marks,

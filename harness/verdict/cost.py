@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.plan.labels import CONTROL, treatments
+from harness.plan.arms import CONTROL, treatments
 from harness.verdict.measured import ArmCell, Statistics, TokenSums
 from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL
 from harness.verdict.schema import Cost, DecisionEvidence, Price, Replays

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from harness.plan.labels import CONTROL, treatments
+from harness.plan.arms import CONTROL, treatments
 from harness.plan.rule import DecisionSection
 from harness.verdict.cost import Sizes, cost_of, not_established
 from harness.verdict.measured import ArmCell, Pass, Statistics

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from harness.plan.labels import CONTROL
+from harness.plan.arms import CONTROL
 from harness.record.manifest import GpuRecord, ServerFacts
 from harness.record.row import NO_CONNECTOR
 from harness.verdict import finding_table as table

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from harness.errors import InputError
-from harness.plan.labels import BASELINE, CONTROL
+from harness.plan.arms import BASELINE, CONTROL
 from harness.record.folder import RunFolder
 from harness.record.journal import read_journal
 from harness.record.row import Row

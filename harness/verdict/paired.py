@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from harness.plan.labels import BASELINE
+from harness.plan.arms import BASELINE
 from harness.verdict.measured import Block, DocumentRatio, Interval, OrderEffect, Paired
 from harness.verdict.tally import PassRows, Tally
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.files import write_json
 from harness.forecast.cliff import Cliff, CliffPoint, cliff_of, gpu_tokens, working_set_tokens
-from harness.plan.labels import CONTROL
+from harness.plan.arms import CONTROL
 from harness.plan.plan import Plan
 from harness.plan.requests import Key, PlannedRequests
 from harness.record.folder import RunFolder

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import median, quantiles
 
-from harness.plan.labels import compared
+from harness.plan.arms import compared
 from harness.record.row import Sample
 from harness.verdict.measured import (
     SCHEMA,

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from harness.plan.labels import compared
+from harness.plan.arms import compared
 from harness.verdict.measured import Interval
 from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL, interval_of
 

@@ -1,4 +1,4 @@
-"""The labels of arms that mean something: the baseline, the control, and the treatment between."""
+"""The arms that every plan gives a meaning: the baseline, the control, and the treatment between."""
 
 from collections.abc import Iterable
 from typing import Final
