@@ -46,6 +46,8 @@ class Row:
     ttft_ms: float | None
     is_complete: bool
     session: int | str | None
+    run: object
+    is_zero: bool
 
 
 @dataclass(slots=True)
@@ -55,7 +57,8 @@ class Tally:
     ``ttft_ms`` and ``docs`` hold complete rows of the two arms by (config, pass); ``failed``
     counts incomplete rows of every config, ``others`` all rows of the configs not compared.
     ``passes``: names, and the line of each one's first complete row. ``stand_in``: the rows of
-    ``STAND_IN``, counted as ``lmcache``'s.
+    ``STAND_IN``, counted as ``lmcache``'s. ``zeros``: rows with a time of 0; ``runs``: values of the
+    field ``run``.
     """
 
     ttft_ms: dict[tuple[str, str], list[float]] = field(default_factory=dict)
@@ -64,6 +67,8 @@ class Tally:
     failed: Counter[tuple[str, str]] = field(default_factory=Counter)
     others: Counter[str] = field(default_factory=Counter)
     stand_in: "Tally | None" = None
+    zeros: int = 0
+    runs: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +262,17 @@ def _finite(text: str) -> float:
 def _read_row(row: dict[str, Any]) -> Row:
     is_complete = row.get("complete", True)
     _require(isinstance(is_complete, bool), row, "complete", "true or false, or no such field")
+    is_complete = is_complete and row.get("ok") is not False  # as some writers call it
+    has_error = _is_text(row.get("error"))
+    if is_complete and has_error:
+        _require(row.get("ttft_ms") is None, row, "error", "none beside a complete answer")
+        is_complete = False
     _require(row.get("phase") != "warmup", row, "phase", "measured rows only (see ttft.jsonl)")
     for name in ("config", "pass"):
         _require(_is_text(row.get(name)), row, name, _TEXT)
+    for arm in (*ARMS, STAND_IN):
+        is_misspelt = row["config"] != arm and row["config"].strip().casefold() == arm
+        _require(not is_misspelt, row, "config", _shown(arm))
     _require(_is_text(row.get("doc")) or _is_integer(row.get("doc")), row, "doc", _DOC)
     _require(_is_number(row.get("doc_tokens")), row, "doc_tokens", _NUMBER)
     for name in ("ttft_ms", "total_ms"):
@@ -275,6 +288,8 @@ def _read_row(row: dict[str, Any]) -> Row:
         ttft_ms=None if row["ttft_ms"] is None else float(row["ttft_ms"]),
         is_complete=is_complete,
         session=session,
+        run=row.get("run"),
+        is_zero=is_complete and 0 in (row["ttft_ms"], row["total_ms"]),
     )
 
 
@@ -329,6 +344,9 @@ def _refuse_repeat(row: Row, number: int, seen: _Seen) -> None:
 
 def _count(row: Row, tally: Tally, number: int) -> None:
     cell = (row.config, row.pass_name)
+    tally.zeros += row.is_zero
+    if row.run is not None:
+        tally.runs.add(_shown(row.run))
     if not row.is_complete:
         tally.failed[cell] += 1
     if row.config == STAND_IN:
@@ -397,7 +415,9 @@ def _left_out(tally: Tally) -> list[str]:
         f"config {_shown(config)}: {n} {_rows(n)}, not part of the comparison"
         for config, n in tally.others.items()
     ]
-    return failed + others
+    zeros = [f"{tally.zeros} {_rows(tally.zeros)} with a time of 0 ms"] if tally.zeros else []
+    runs = [f"rows of {len(tally.runs)} runs: {', '.join(sorted(tally.runs))}"]
+    return failed + others + zeros + (runs if len(tally.runs) > 1 else [])
 
 
 def _rows(n: int) -> str:

@@ -85,11 +85,10 @@ def unplanned_requests(unplanned: Found) -> Texts:
 
 
 @_row("failed-requests", "error")
-def failed_requests(failed: Found, *, recorded: int) -> Texts:
+def failed_requests(n: int, *, first: str, error: str | None, recorded: int) -> Texts:
     """An answer was incomplete; its row is kept and in no median."""
     return Texts(
-        f"{failed.n} of {recorded} requests are incomplete, first {failed.name}: "
-        f"{failed.row.error}",
+        f"{n} of {recorded} requests are incomplete, first {first}: {error}",
         "the server answered with an error, too few tokens or not at all",
         "read the session's server log; failed rows count in no median",
     )
@@ -297,6 +296,46 @@ def torn_journal(note: str) -> Texts:
         note,
         "the writer was killed, or the disk was full, in the middle of a record",
         "kvcliff run --resume measures that session again",
+    )
+
+
+@_row("unequal-sessions", "error")
+def unequal_sessions(missing: int, *, of: int, first: str) -> Texts:
+    """A session of an imported file lacks requests that its other sessions have."""
+    return Texts(
+        f"{missing} of {of} documents that other sessions have are missing, first {first}",
+        "rows were lost, or the sessions were not asked the same requests",
+        "import a file with every request of every session, failed ones too (complete: false)",
+    )
+
+
+@_row("nothing-compared", "error")
+def nothing_compared(arms: list[str]) -> Texts:
+    """An imported file lacks the baseline or an arm to compare with it."""
+    return Texts(
+        f"the file has rows of {', '.join(arms)}; a comparison needs baseline and one other arm",
+        "rows of an arm are missing, or config calls the arms by other names",
+        "name the arm without a host tier baseline, and the other one anything else",
+    )
+
+
+@_row("times-of-zero", "warning")
+def times_of_zero(first: str) -> Texts:
+    """An imported row has a time of 0 ms."""
+    return Texts(
+        f"a time of 0 ms, first {first}",
+        "the writer put 0 where it measured nothing, or rounded to another unit",
+        "write null and complete: false for a request without an answer; times are in ms",
+    )
+
+
+@_row("several-runs", "warning")
+def several_runs(runs: list[str]) -> Texts:
+    """An imported file holds rows of several runs."""
+    return Texts(
+        f"rows of {len(runs)} runs: {', '.join(runs[:5])}" + (", …" if len(runs) > 5 else ""),
+        "files of several runs were joined; they may be of other machines or versions",
+        "import each run on its own, and compare what they say",
     )
 
 

@@ -44,7 +44,10 @@ def _requests(run: Reconciliation, account: Account) -> Iterator[Finding]:
     if account.unplanned.n:
         yield table.unplanned_requests(account.unplanned)
     if account.failed.n:
-        yield table.failed_requests(account.failed, recorded=account.recorded)
+        failed = account.failed
+        yield table.failed_requests(
+            failed.n, first=failed.name, error=failed.row.error, recorded=account.recorded
+        )
     if account.unattributed.n:
         yield table.unattributed_requests(account.unattributed, recorded=account.recorded)
     if off := account.residual.first:

@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,7 +20,7 @@ from harness.record.row import SCHEMA as RECORD_SCHEMA
 from harness.record.row import Sample
 from harness.verdict.account import PassAccount
 from harness.verdict.decision import decide
-from harness.verdict.finding_table import sessions_assumed
+from harness.verdict.import_checks import ImportAccount, refuse_misspelt
 from harness.verdict.measured import SCHEMA, JsonObject
 from harness.verdict.publish import Listed, by_pass, complete
 from harness.verdict.schema import ReconcileFile, Summary
@@ -68,7 +68,14 @@ class ForeignRow(BaseModel):
     settle_ms: Milliseconds | None = None
     complete: bool = True
     error: str | None = None
+    ok: Any = None
+    run: Any = None
     sent_unix_ns: Annotated[int, Field(ge=0, lt=2**63)] = 0  # nanoseconds are beyond 2**53
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it says so; some writers have ``ok`` where ours have ``complete``."""
+        return not self.complete or self.ok is False
 
 
 def import_rows(source: Path, results: Path) -> Path:
@@ -132,7 +139,7 @@ def _reconciliation(run: str, walk: "_Walk") -> ReconcileFile:
         requests_planned=0,
         requests_recorded=walk.groups.total(),
         requests_reconciled=0,
-        findings=[sessions_assumed()] if walk.is_assumed else [],
+        findings=walk.account.findings(),
         requests=walk.listed.entries,
         every=walk.listed.every,
         by_pass=by_pass({key: PassAccount(n, n) for key, n in walk.groups.items()}),
@@ -143,13 +150,12 @@ def _reconciliation(run: str, walk: "_Walk") -> ReconcileFile:
 class _Walk:
     """One walk over a foreign file, and what it met: rows counted, and listed.
 
-    ``is_assumed``: the sessions had to be. Without a session, the k-th row of the same arm, pass and
-    document belongs to the k-th session of that arm: one server cannot have measured a document of a
-    pass twice.
+    Without a session, the k-th row of the same arm, pass and document belongs to the k-th session of
+    that arm: one server cannot have measured a document of a pass twice.
     """
 
     def __init__(self, source: Path) -> None:
-        self.is_assumed = False
+        self.account = ImportAccount()
         self.groups: Counter[tuple[str, str]] = Counter()
         self.listed = Listed(sum(1 for _ in numbered_lines(source)), _BLOCK_SIZE)
         self._source = source
@@ -163,13 +169,15 @@ class _Walk:
         for number, line in numbered_lines(self._source):
             if not line.strip():
                 continue
-            row = self._row(line, f"{self._source}, line {number}")
+            where = f"{self._source}, line {number}"
+            foreign = _foreign(line, where)
+            row = self._row(foreign, where)
+            self.account.add(row, foreign.run)
             self.listed.add(row.key, row)
             self.groups[row.session, row.pass_name] += 1
             yield row
 
-    def _row(self, line: bytes, where: str) -> Sample:
-        foreign = _foreign(line, where)
+    def _row(self, foreign: ForeignRow, where: str) -> Sample:
         session = self._session(foreign, where)
         first_seen = self._names.order(session, foreign, where)
         self._seqs[session] += 1
@@ -191,8 +199,7 @@ class _Walk:
             loaded_bytes=foreign.loaded_bytes,
             stored_tokens=foreign.stored_tokens,
             settle_ms=foreign.settle_ms,
-            # A request without a time has failed: it is counted, and in no median.
-            complete=foreign.complete and foreign.ttft_ms is not None,
+            complete=not foreign.has_failed and foreign.ttft_ms is not None,
             error=_error_of(foreign),
             unattributed=None if foreign.computed is not None else "not measured",
             sent_unix_ns=foreign.sent_unix_ns,
@@ -201,7 +208,7 @@ class _Walk:
     def _session(self, row: ForeignRow, where: str) -> str:
         """The row's session, given or assumed; InputError for a request met before."""
         if row.session is None:
-            self.is_assumed = True
+            self.account.is_assumed = True
             seen = self._seen.setdefault((row.config, row.pass_name), Counter())
             seen[row.doc] += 1
             return f"{row.config}-{seen[row.doc]}"
@@ -217,7 +224,7 @@ class _Walk:
 
 
 def _error_of(row: ForeignRow) -> str | None:
-    error = row.error or (None if row.ttft_ms is not None else "no ttft_ms")
+    error = row.error or ("the file does not say why" if row.has_failed else None)
     if error is not None and len(error) > _LONGEST_ERROR:
         return error[:_LONGEST_ERROR] + "…"
     return error
@@ -240,6 +247,9 @@ class _Names:
                     f"{getattr(first_of_all, name)!r} in the first row",
                     hint=f"give {name} in every row, or in none",
                 )
+        if session not in self._firsts:
+            others = {first.config for _, first in self._firsts.values()}
+            refuse_misspelt(row.config, others, where)
         place, first = self._firsts.setdefault(session, (len(self._firsts) + 1, row))
         if first.order != row.order:
             raise InputError(
@@ -285,7 +295,12 @@ def _foreign(line: bytes, where: str) -> ForeignRow:
         ) from None
     if row.ttft_ms is not None and row.total_ms is not None and row.ttft_ms > row.total_ms:
         raise InputError(f"{where}: ttft_ms {row.ttft_ms} is more than total_ms {row.total_ms}")
-    if row.complete and row.error and row.ttft_ms is not None:
+    if row.ttft_ms is None and not row.has_failed and not row.error:
+        raise InputError(
+            f"{where}: ttft_ms is null in a row that does not say it failed",
+            hint="say complete: false, or give the error",
+        )
+    if not row.has_failed and row.error and row.ttft_ms is not None:
         raise InputError(
             f"{where}: an error beside a complete answer: {row.error[:_LONGEST_ERROR]!r}",
             hint="say complete: false, or leave error out",

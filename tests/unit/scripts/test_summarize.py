@@ -130,7 +130,10 @@ def test_a_zero_denominator_gives_no_ratio_and_is_said(summarize):
     rows = [row(arm, doc, ms) for arm in times for doc, ms in enumerate(times[arm])]
     stderr, output = summarize(*rows)
     assert tables(output)["ratio"] == {"pass2-replay": {"mean": 1.0}}
-    assert stderr == "summarize.py: pass2-replay: the p50 of lmcache is 0 ms, so no p50 ratio\n"
+    assert stderr == (
+        "summarize.py: 2 rows with a time of 0 ms\n"
+        "summarize.py: pass2-replay: the p50 of lmcache is 0 ms, so no p50 ratio\n"
+    )
 
 
 def test_a_repeat_is_an_error_only_where_rows_name_their_session(summarize):

@@ -13,6 +13,7 @@ from harness.verdict import publish
 from harness.verdict.importing import import_rows
 from harness.verdict.reconcile import reconcile
 from harness.verdict.schema import ReconcileFile, Summary
+from scripts import summarize
 from tests.factory import make_row
 
 LAB = {"config": "baseline", "pass": "pass2-replay", "doc": 0, "doc_tokens": 5011,
@@ -62,8 +63,7 @@ def test_a_document_measured_twice_by_an_arm_means_two_sessions_and_says_it_is_a
     folder = import_rows(source, tmp_path / "results")
     names = [(s["session"], s["n"]) for s in summary_of(folder)["sessions"]]
     assert names == [("baseline-1", 2), ("baseline-2", 1)]
-    findings = json.loads((folder / "reconcile.json").read_text(encoding="utf-8"))["findings"]
-    assert [finding["code"] for finding in findings] == ["sessions-assumed"]
+    assert findings_of(folder) == ["unequal-sessions", "nothing-compared", "sessions-assumed"]
 
 
 def test_sources_in_the_file_are_kept(tmp_path: Path) -> None:
@@ -169,8 +169,9 @@ def test_rows_that_would_be_merged_or_are_impossible_are_refused_and_nothing_is_
     assert not (tmp_path / "results").exists()
 
 
-def test_a_row_without_a_ttft_is_a_failed_request(tmp_path: Path) -> None:
-    source = write(tmp_path / "t.jsonl", {}, {"doc": 1, "ttft_ms": None, "total_ms": None})
+def test_a_row_of_a_failed_request_counts_as_such(tmp_path: Path) -> None:
+    lost = {"doc": 1, "ttft_ms": None, "total_ms": None, "complete": False}
+    source = write(tmp_path / "t.jsonl", {}, lost)
     summary = summary_of(import_rows(source, tmp_path / "results"))
     cell = summary["passes"]["pass2-replay"]["arms"]["baseline"]
     assert (cell["n"], cell["failed"]) == (1, 1)
@@ -228,3 +229,88 @@ def test_rows_of_kvcliffs_own_can_be_imported(tmp_path: Path) -> None:
     assert summary["sources"]["recomputed"]["n"] == 1
     (span,) = summary["sessions"][0]["spans"]
     assert span["began_unix_ms"] == 1_767_225_600_000.0
+
+
+def findings_of(folder: Path) -> list[str]:
+    content = json.loads((folder / "reconcile.json").read_text(encoding="utf-8"))
+    return [finding["code"] for finding in content["findings"]]
+
+
+def both_arms(*changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two documents in two passes of two arms, and ``changes`` to the last rows."""
+    rows = [
+        {"config": arm, "session": f"s-{arm}", "pass": name, "doc": doc}
+        for arm in ("baseline", "lmcache")
+        for name in ("pass1-cold", "pass2-replay")
+        for doc in (0, 1)
+    ]
+    for row, change in zip(reversed(rows), changes, strict=False):
+        row.update(change)
+    return rows
+
+
+def test_an_imported_file_that_is_whole_has_no_finding(tmp_path: Path) -> None:
+    folder = import_rows(write(tmp_path / "t.jsonl", *both_arms()), tmp_path / "results")
+    assert findings_of(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "codes"),
+    [
+        (both_arms({"complete": False, "ttft_ms": None}), ["failed-requests"]),
+        (both_arms({"ok": False}), ["failed-requests"]),
+        (both_arms()[:-1], ["unequal-sessions"]),  # a document
+        (both_arms()[:-2], ["unequal-sessions"]),  # a pass
+        (both_arms()[:4], ["nothing-compared"]),  # an arm
+        (both_arms({"ttft_ms": 0.0}), ["times-of-zero"]),
+        (both_arms({"run": "b"}, *[{"run": "a"}] * 7), ["several-runs"]),
+        (both_arms({"config": "control", "session": "c"}), ["unequal-sessions"]),
+    ],
+)
+def test_what_an_imported_file_lacks_is_a_finding(
+    tmp_path: Path, rows: list[dict[str, Any]], codes: list[str]
+) -> None:
+    assert findings_of(import_rows(write(tmp_path / "t.jsonl", *rows), tmp_path / "r")) == codes
+
+
+@pytest.mark.parametrize("arm", ["lmcache ", "LMCache", "Baseline", "CONTROL"])
+def test_an_arm_that_is_another_but_for_case_or_blanks_is_named(tmp_path: Path, arm: str) -> None:
+    rows = both_arms({"config": arm, "session": "s"})
+    with pytest.raises(InputError, match=f"line 8: config is '{arm}', which is"):
+        import_rows(write(tmp_path / "t.jsonl", *rows), tmp_path / "results")
+
+
+@pytest.mark.parametrize(
+    ("change", "judged"),
+    [
+        ({}, "used"),
+        ({"complete": False}, "failed"),
+        ({"complete": False, "ttft_ms": None, "total_ms": None}, "failed"),
+        ({"ok": False}, "failed"),
+        ({"ok": True}, "used"),
+        ({"ttft_ms": None, "total_ms": None, "error": "boom"}, "failed"),
+        ({"ttft_ms": None, "total_ms": None}, "refused"),
+        ({"error": "boom"}, "refused"),
+        ({"error": ""}, "used"),
+        ({"config": "LMCache"}, "refused"),
+        ({"config": "lmcache "}, "refused"),
+        ({"complete": 1}, "refused"),
+        ({"phase": "warmup"}, "refused"),
+        ({"ttft_ms": 0.0}, "used"),
+    ],
+)
+def test_an_import_and_the_labs_summary_judge_a_row_alike(
+    tmp_path: Path, change: dict[str, Any], judged: str
+) -> None:
+    source = write(tmp_path / "t.jsonl", {}, {"config": "lmcache", "doc": 1, **change})
+    lines = source.read_bytes().splitlines(keepends=True)
+    try:
+        labs = "failed" if summarize.summarize(lines, name="t").n_failed else "used"
+    except summarize.SummaryError:
+        labs = "refused"
+    try:
+        folder = import_rows(source, tmp_path / "results")
+        ours = "failed" if "failed-requests" in findings_of(folder) else "used"
+    except InputError:
+        ours = "refused"
+    assert (ours, labs) == (judged, judged)
