@@ -118,3 +118,10 @@ def test_an_edited_manifest_is_refused_by_field(
 ) -> None:
     with pytest.raises(InputError, match=f"manifest.json: .*{field}"):
         read_manifest(write_manifest(tmp_path, sessions={"01-baseline": session}))
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "{}", '{"schema": 1', '{"schema": true}'])
+def test_a_manifest_that_is_none_is_refused_by_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=r"manifest\.json"):
+        read_manifest(tmp_path)
