@@ -27,6 +27,7 @@ from harness.plan.files import load_plan, parse_plan
 from harness.plan.plan import BUILT_IN_ARMS
 from harness.plan.presets import preset_names
 from scripts.gpu_kit import box, pack
+from sim.curves.formats import FORMATS
 from sim.tiers.spec import NEWEST_ENGINE, OLDEST_ENGINE
 from tests.places import ROOT
 
@@ -193,6 +194,11 @@ def test_every_preset_walks_as_the_guide_says() -> None:
     assert "forward, forward again, and in reverse" in text("docs/presets.md")
     walks = {name: load_plan(name).workload.passes for name in preset_names()}
     assert walks == dict.fromkeys(walks, ("fwd", "fwd", "rev"))
+
+
+def test_every_format_of_a_trace_is_in_the_guide() -> None:
+    page = text("docs/traces.md")
+    assert [one.name for one in FORMATS if one.name.split()[0] not in page] == []
 
 
 def test_the_matrix_has_as_many_plans_as_the_readme_says() -> None:
