@@ -6,7 +6,7 @@ from dataclasses import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.plan.arms import BASELINE, CONTROL, compared
-from harness.plan.experiment import Experiment, arms_of
+from harness.plan.experiment import arms_of, tiers_of
 from harness.plan.plan import Plan, documents_of
 from sim.geometry import KvGeometry
 from sim.predict import NotPredictable, TierSpec, predict
@@ -16,7 +16,7 @@ from sim.workload import Workload, build_workload, request_keys
 _STEPS = 40
 _WIDEST = 1.3  # of the working set: the curve is flat beyond the point where everything fits
 # The block-level simulator takes about 1 µs a prompt token; this keeps a report below a minute.
-_MOST_TOKENS = 40_000_000
+_MOST_SIMULATED_TOKENS = 40_000_000
 
 
 class _Part(BaseModel):
@@ -57,11 +57,11 @@ def cliff_of(
     tokens = spec.longest_prompt_tokens * sum(1 for _ in request_keys(spec))
     points: list[CliffPoint] = []
     why_not = None
-    if tokens * len(capacities) * 2 > _MOST_TOKENS:
+    if tokens * len(capacities) * 2 > _MOST_SIMULATED_TOKENS:
         why_not = f"{tokens:,} prompt tokens a session at {len(capacities)} capacities are too much"
     else:
         workload = build_workload(spec)
-        arms, why_not = _tiers(plan, workload, chunk_bytes)
+        arms, why_not = _tiers_of_arms(plan, chunk_bytes)
         for arm, tiers in arms.items():
             try:
                 points += _points(plan, workload, pass_name, capacities, arm, tiers)
@@ -106,15 +106,12 @@ def _capacities(plan: Plan) -> Iterable[int]:
     return sorted(blocks)
 
 
-def _tiers(
-    plan: Plan, workload: Workload, chunk_bytes: int | None
-) -> tuple[dict[str, TierSpec], str | None]:
+def _tiers_of_arms(plan: Plan, chunk_bytes: int | None) -> tuple[dict[str, TierSpec], str | None]:
     """What the predictor needs of each arm compared; and why one of them cannot be predicted."""
     if plan.server.engine == "auto":  # of a run from before plans named it
         return {}, "the plan does not say by which vLLM version's rules it was predicted"
-    bytes_per_token = chunk_bytes // plan.host.chunk_tokens if chunk_bytes else 1
+    geometry = KvGeometry(chunk_bytes // plan.host.chunk_tokens if chunk_bytes else 1)
     arms = arms_of(plan, model=plan.model.path)
-    experiment = Experiment(plan, "", arms, (), workload, KvGeometry(bytes_per_token))
     tiers: dict[str, TierSpec] = {}
     for name in compared(plan.order):
         if name is None:
@@ -122,7 +119,7 @@ def _tiers(
         if arms[name].host is not None and chunk_bytes is None:
             return tiers, f"{name}: no row tells the size of a host chunk"
         try:
-            tiers[name] = experiment.tiers(arms[name])
+            tiers[name] = tiers_of(plan, arms[name], geometry)
         except NotPredictable as error:
             return tiers, f"{name}: {error}"
     return tiers, None
@@ -140,13 +137,13 @@ def _points(
         CliffPoint(
             arm=arm,
             gpu_tokens=usable_tokens(blocks, plan.server.block_size),
-            share=_share(workload, replace(tiers, num_gpu_blocks=blocks), pass_name),
+            share=_recomputed_share(workload, replace(tiers, num_gpu_blocks=blocks), pass_name),
         )
         for blocks in capacities
     ]
 
 
-def _share(workload: Workload, tiers: TierSpec, pass_name: str) -> float:
+def _recomputed_share(workload: Workload, tiers: TierSpec, pass_name: str) -> float:
     computed = prompt = 0
     for request, found in zip(workload.requests, predict(workload.requests, tiers), strict=True):
         if request.pass_name == pass_name:

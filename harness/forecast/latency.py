@@ -169,8 +169,6 @@ def expectation(experiment: Experiment, probe: Path | None) -> Expectation | Non
 
 def dense_shape(experiment: Experiment) -> DenseShape | None:
     """What prefill of the plan's model costs; None where that is not counted."""
-    if experiment.model is None:
-        return None
     return DenseShape.from_config(experiment.model.read_config())
 
 
@@ -276,7 +274,7 @@ def _check_probe(experiment: Experiment, probe: Probe, path: Path) -> None:
             f"{path} measured layers of {probe.shape}, the plan's model has "
             f"{ProbeShape(**asked) if asked else 'layers that are not counted here'}",
             hint="probe the plan's own model: python scripts/pcie_probe.py OUT.json --config "
-            f"{experiment.model.config if experiment.model else 'CONFIG.json'}",
+            f"{experiment.model.config}",
         )
 
 

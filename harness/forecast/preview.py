@@ -97,7 +97,6 @@ def _predictions(experiment: Experiment) -> tuple[Predictions, dict[str, str]]:
 def _model(experiment: Experiment) -> dict[str, Any]:
     """Which model, where its shape is known from, and whether vLLM will have to download it."""
     model = experiment.model
-    assert model is not None, "resolve finds the model"
     server = experiment.treatment.server
     return {
         "path": model.name,
@@ -312,7 +311,7 @@ def _estimate(
     weights = needs_of(experiment).weights_bytes
     seconds = duration_s(experiment, predictions, expected, weights_bytes=weights)
     text = f"about {_minutes(seconds)} ({work}), nearly all of it the starts: an estimate"
-    if experiment.model is not None and experiment.model.is_download:
+    if experiment.model.is_download:
         size = "" if weights is None else f" of at least {weights / 1e9:.1f} GB"
         text += f"; before it the download{size}"
     return text

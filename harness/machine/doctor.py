@@ -113,12 +113,12 @@ def _check_plan(experiment: Experiment, build: Build) -> Check:
         return Check("plan", "error", str(error), error.hint)
     sessions = f"{len(experiment.sessions)} sessions on the {plan.server.build} build"
     model = experiment.model
-    if model is not None and model.missing:
+    if model.missing:
         return Check(
             "plan", "error", f"{plan.name}: model {model.name} lacks {model.missing}",
             "download it, or set model.weights",
         )  # fmt: skip
-    if model is not None and model.is_download:
+    if model.is_download:
         return Check("plan", "ok", f"{plan.name}: {sessions}; vLLM will download {model.name}")
     return Check("plan", "ok", f"{plan.name}: {sessions}")
 

@@ -64,8 +64,6 @@ def needs_of(experiment: Experiment) -> Needs:
 def _weights_bytes(experiment: Experiment, dtype: str) -> int | None:
     """By parameters where the shape tells, else the size of the files."""
     model = experiment.model
-    if model is None:
-        return None
     shape = DenseShape.from_config(model.read_config())
     if shape is not None and dtype in _BYTES:
         return shape.parameters * _BYTES[dtype]

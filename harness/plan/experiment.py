@@ -44,7 +44,7 @@ class Experiment:
     sessions: tuple[SessionPlan, ...]
     workload: Workload
     geometry: KvGeometry
-    model: models.Model | None = None
+    model: models.Model
 
     @property
     def treatment(self) -> Arm:
@@ -57,33 +57,8 @@ class Experiment:
         return self.geometry.chunk_bytes(self.plan.host.chunk_tokens)
 
     def tiers(self, arm: Arm) -> TierSpec:
-        """What the predictor needs to know of ``arm``'s server.
-
-        Raises NotPredictable for an arm whose tiers are not modelled, saying why.
-        """
-        host = arm.host
-        if arm.env or arm.flags or arm.connector:
-            raise NotPredictable(
-                f"arm {arm.name!r} has env, flags or a connector of its own: what they do to the "
-                "tiers is not known"
-            )
-        gpu_only = TierSpec(
-            engine=self.plan.server.engine,
-            block_size=arm.server.block_size,
-            num_gpu_blocks=arm.server.num_gpu_blocks,
-            max_num_batched_tokens=arm.server.max_num_batched_tokens,
-            prefix_caching=arm.prefix_caching,
-        )
-        if host is None:
-            return gpu_only
-        return with_host(
-            gpu_only,
-            host.kind,
-            host,
-            chunks=self.geometry.host_chunks(host.gib, host.chunk_tokens),
-            host_bytes=host_bytes(host.gib),
-            chunk_bytes=self.chunk_bytes,
-        )
+        """``tiers_of`` an arm of this plan."""
+        return tiers_of(self.plan, arm, self.geometry)
 
     def workload_of(self, arm: Arm) -> Workload:
         """What a session of ``arm`` is asked: everything, or of the control what it is limited to."""
@@ -131,6 +106,36 @@ def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
     workload = whole_workload(resolved)
     plan_id = _plan_id(resolved, model.identity)
     return Experiment(resolved, plan_id, arms, sessions, workload, geometry, model)
+
+
+def tiers_of(plan: Plan, arm: Arm, geometry: KvGeometry) -> TierSpec:
+    """What the predictor needs to know of ``arm``'s server, ``plan`` being resolved.
+
+    Raises NotPredictable for an arm whose tiers are not modelled, saying why.
+    """
+    host = arm.host
+    if arm.env or arm.flags or arm.connector:
+        raise NotPredictable(
+            f"arm {arm.name!r} has env, flags or a connector of its own: what they do to the tiers "
+            "is not known"
+        )
+    gpu_only = TierSpec(
+        engine=plan.server.engine,
+        block_size=arm.server.block_size,
+        num_gpu_blocks=arm.server.num_gpu_blocks,
+        max_num_batched_tokens=arm.server.max_num_batched_tokens,
+        prefix_caching=arm.prefix_caching,
+    )
+    if host is None:
+        return gpu_only
+    return with_host(
+        gpu_only,
+        host.kind,
+        host,
+        chunks=geometry.host_chunks(host.gib, host.chunk_tokens),
+        host_bytes=host_bytes(host.gib),
+        chunk_bytes=geometry.chunk_bytes(host.chunk_tokens),
+    )
 
 
 def _with_tier_of(plan: Plan, build: Build) -> Plan:
