@@ -35,11 +35,8 @@ def run(
     dummy_weights: DummyWeights = False,
 ) -> None:
     """Measure a plan on fresh servers, then report."""
-    from harness.machine.leftovers import end_or_refuse_leftovers, one_at_a_time
-    from harness.machine.room import check_room
-    from harness.measure.create import create_run
+    from harness.machine.leftovers import end_or_refuse_leftovers
     from harness.measure.session import write_ttft
-    from harness.plan.experiment import check_build
 
     if resume and (plan or results or dummy_weights):
         raise InputError(
@@ -54,28 +51,36 @@ def run(
     else:
         begun = None
         experiment = resolve_plan(plan or "demo", cache, dummy_weights=dummy_weights)
-    check_build(experiment.plan)
-    with one_at_a_time(cache):  # before there is a folder: a refused run leaves none
-        check_room(experiment)
-        folder = begun or create_run(experiment, results)
-        _measure(experiment, folder, cache)
+    folder = _measure(experiment, begun, results, cache)
     write_ttft(folder)
     failed = show_summary(folder)
     console.say(f"run folder: {folder.path}")
     raise typer.Exit(1 if failed else 0)
 
 
-def _measure(experiment: "Experiment", folder: "RunFolder", cache: Path) -> None:
+def _measure(
+    experiment: "Experiment", begun: "RunFolder | None", results: Path, cache: Path
+) -> "RunFolder":
+    """Measure what is missing in the folder ``begun``, or everything in a new one of ``results``."""
+    from harness.machine.leftovers import one_at_a_time
+    from harness.machine.room import check_room
+    from harness.measure.create import create_run
     from harness.measure.progress import RunProgress
     from harness.measure.session import run_sessions
+    from harness.plan.experiment import check_build
 
-    console.say(f"run folder: {folder.path}")
-    try:
-        with folder.lock(), RunProgress(experiment) as progress:
-            run_sessions(experiment, folder, cache_dir=cache, progress=progress)
-    except KeyboardInterrupt:
-        console.say(f"interrupted; go on with: kvcliff run --resume {folder.path}")
-        raise
+    check_build(experiment.plan)
+    with one_at_a_time(cache):  # before there is a folder: a refused run leaves none
+        check_room(experiment)
+        folder = begun or create_run(experiment, results)
+        console.say(f"run folder: {folder.path}")
+        try:
+            with folder.lock(), RunProgress(experiment) as progress:
+                run_sessions(experiment, folder, cache_dir=cache, progress=progress)
+        except KeyboardInterrupt:
+            console.say(f"interrupted; go on with: kvcliff run --resume {folder.path}")
+            raise
+    return folder
 
 
 def _resumed(path: Path, cache: Path) -> "tuple[RunFolder, Experiment]":

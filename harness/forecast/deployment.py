@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any
 
 from harness.errors import InputError
-from harness.forecast.deployment_file import _REQUEST_IN_BLOCKS, Deployment
+from harness.forecast.deployment_file import REQUEST_IN_BLOCKS, Deployment
 from harness.forecast.deployment_text import sentences
 from harness.forecast.edges import host_edge_of, is_affordable, least_from
 from servers.tiers.registry import served_tier
@@ -52,42 +52,45 @@ def describe(deployment: Deployment) -> dict[str, Any]:
     time. Raises InputError for a model or sizes no server could have.
     """
     try:
-        group, inexact = _only_group(deployment)
-        sizes = _sizes(deployment, group)
-        host = sizes["host"]
-        predicted = _predict(
-            deployment, _tiers(deployment, host["chunks"], chunk_bytes=host["chunk_bytes"])
-        )
-        enough = _enough_host(deployment)
-        chunks = enough.chunks
-        better = advised = None
-        if chunks is not None:
-            better = _predict(deployment, _tiers(deployment, chunks))
-            advised = _advised_gib(deployment, enough, better, host["chunk_bytes"])
+        content = _predicted(deployment)
     except NotPredictable as error:
         raise InputError(f"this deployment cannot be predicted: {error}") from None
     except SpecError as error:
         raise InputError(str(error)) from None
     except OSError as error:
         raise InputError(f"model {deployment.model!r}: {error}") from None
-    content = {
+    return content | {"paragraph": " ".join(sentences(deployment, content))}
+
+
+def _predicted(deployment: Deployment) -> dict[str, Any]:
+    group, inexact = _only_group(deployment)
+    sizes = _configured_sizes(deployment, group)
+    host = sizes["host"]
+    enough = _enough_host(deployment)
+    chunks = enough.chunks
+    better = advised = None
+    if chunks is not None:
+        better = _tokens_by_pass(deployment, _tiers(deployment, chunks))
+        advised = _advised_gib(deployment, enough, better, host["chunk_bytes"])
+    return {
         "schema": 1,
         "bytes_per_token": group.bytes_per_token,
         "gpu": sizes["gpu"],
         "host": host,
         "enough": {
-            "gpu_tokens": _enough_gpu(deployment) * deployment.block_size,
+            "gpu_tokens": _enough_gpu_blocks(deployment) * deployment.block_size,
             "host_chunks": chunks,
             "host_gib": None if chunks is None else chunks * host["chunk_bytes"] / GIB,
             "host_is_least": enough.is_least,
             "host_is_steady": enough.is_steady,
             "advised_gib": advised,
         },
-        "predicted": predicted,
+        "predicted": _tokens_by_pass(
+            deployment, _tiers(deployment, host["chunks"], chunk_bytes=host["chunk_bytes"])
+        ),
         "predicted_with_enough_host": better,
         "inexact_because": inexact,
     }
-    return content | {"paragraph": " ".join(sentences(deployment, content))}
 
 
 def _only_group(deployment: Deployment) -> tuple[KvGroup, list[str]]:
@@ -118,7 +121,7 @@ def _only_group(deployment: Deployment) -> tuple[KvGroup, list[str]]:
     return layout.groups[0], inexact
 
 
-def _sizes(deployment: Deployment, group: KvGroup) -> dict[str, Any]:
+def _configured_sizes(deployment: Deployment, group: KvGroup) -> dict[str, Any]:
     """Both tiers as configured; ``chunk_bytes`` is what one chunk takes of the configured size."""
     worker = group.worker_bytes_per_token(deployment.tensor_parallel)
     # A latent is stored by one rank for all; otherwise every rank stores its own heads, and
@@ -145,7 +148,7 @@ def _sizes(deployment: Deployment, group: KvGroup) -> dict[str, Any]:
     }
 
 
-def _enough_gpu(deployment: Deployment) -> int:
+def _enough_gpu_blocks(deployment: Deployment) -> int:
     """The fewest blocks, null block included, that find every document in every replay alone."""
     d = deployment
     alone = _tiers(d.model_copy(update={"host": "none"}), 0)
@@ -154,7 +157,7 @@ def _enough_gpu(deployment: Deployment) -> int:
         predictor = Predictor(replace(alone, num_gpu_blocks=blocks))
         asked: set[int] = set()
         for _, document in _requests(d):
-            hit = _ask(predictor, d, document).gpu_hit
+            hit = _split_of(predictor, d, document).gpu_hit
             if document in asked and hit < d.document_blocks * d.block_size:
                 return False
             asked.add(document)
@@ -186,10 +189,10 @@ def _enough_host(deployment: Deployment) -> _Enough:
     if d.host == "none" or d.document_tokens < d.chunk_tokens:
         return _Enough(None, is_least=True, is_steady=True)
     n_touched = (
-        d.documents * len(d.passes) * (d.prompt_tokens // d.chunk_tokens + _REQUEST_IN_BLOCKS)
+        d.documents * len(d.passes) * (d.prompt_tokens // d.chunk_tokens + REQUEST_IN_BLOCKS)
     )
     if is_affordable(n_touched):
-        edge = host_edge_of(list(_at_host(d)), _tiers(d, 0))
+        edge = host_edge_of(list(_host_requests(d)), _tiers(d, 0))
         return _Enough(edge.smallest, is_least=True, is_steady=edge.is_steady)
     return _Enough(_endless_chunks(d), is_least=False, is_steady=True)
 
@@ -203,17 +206,17 @@ def _endless_chunks(deployment: Deployment) -> int:
     return int(distinct / d.watermark) + 1 if d.evicts_early else distinct
 
 
-def _at_host(deployment: Deployment) -> Iterator[HostRequest]:
+def _host_requests(deployment: Deployment) -> Iterator[HostRequest]:
     """Every prompt as the host tier sees it beside the GPU tier described."""
     d = deployment
     predictor = Predictor(_tiers(d.model_copy(update={"host": "none"}), 0))
     shared, per_prompt = d.document_tokens // d.chunk_tokens, d.prompt_tokens // d.chunk_tokens
     n_questions = 0
     for _, document in _requests(d):
-        hit = _ask(predictor, d, document).gpu_hit
+        hit = _split_of(predictor, d, document).gpu_hit
         own = range(n_questions, n_questions + per_prompt - shared)
         n_questions += len(own)
-        chunks = [*_names(document, shared), *own]
+        chunks = [*_keys_of(document, shared), *own]
         yield HostRequest(d.prompt_tokens, chunks, hit, predictor.tiers.max_num_batched_tokens)
 
 
@@ -235,27 +238,27 @@ def _tiers(deployment: Deployment, host_chunks: int, *, chunk_bytes: int | None 
     )
 
 
-def _predict(deployment: Deployment, tiers: TierSpec) -> Passes:
+def _tokens_by_pass(deployment: Deployment, tiers: TierSpec) -> Passes:
     """Prompt tokens by pass and source."""
     predictor = Predictor(tiers)
     passes: Passes = {}
     for name, document in _requests(deployment):
-        split = _ask(predictor, deployment, document)
+        split = _split_of(predictor, deployment, document)
         sums = passes.setdefault(name, {"computed": 0, "gpu_hit": 0, "host_loaded": 0})
         for source in sums:
             sums[source] += getattr(split, source)
     return passes
 
 
-def _ask(predictor: Predictor, deployment: Deployment, document: int) -> TokenSplit:
+def _split_of(predictor: Predictor, deployment: Deployment, document: int) -> TokenSplit:
     """One request: the document's whole blocks have names, all others never come again."""
     d = deployment
-    names = _names(document, d.document_blocks)
-    chunks = _names(document, d.document_tokens // d.chunk_tokens)
+    names = _keys_of(document, d.document_blocks)
+    chunks = _keys_of(document, d.document_tokens // d.chunk_tokens)
     return predictor.request_named(names, d.prompt_tokens, d.output_tokens, chunks=chunks).split
 
 
-def _names(document: int, n: int) -> range:
+def _keys_of(document: int, n: int) -> range:
     """Keys, below 0, of the ``n`` whole blocks or chunks of ``document``."""
     return range(-(document + 1) * n, -document * n)
 
@@ -276,13 +279,13 @@ def _advised_gib(deployment: Deployment, enough: _Enough, best: Passes, chunk_by
     size that never evicts is advised, for no larger one can fail.
     """
     assert enough.chunks is not None, "nobody is advised a host that can serve nothing"
-    gib = _tenths(enough.chunks * chunk_bytes)
+    gib = _gib_in_tenths(enough.chunks * chunk_bytes)
     d = deployment.model_copy(update={"host_gib": gib})
     tiers = _tiers(d, int(gib * GIB) // chunk_bytes, chunk_bytes=chunk_bytes)
-    if enough.is_steady and _predict(d, tiers) == best:
+    if enough.is_steady and _tokens_by_pass(d, tiers) == best:
         return gib
-    return max(gib, _tenths(_endless_chunks(d) * chunk_bytes))
+    return max(gib, _gib_in_tenths(_endless_chunks(d) * chunk_bytes))
 
 
-def _tenths(n_bytes: int) -> float:
+def _gib_in_tenths(n_bytes: int) -> float:
     return ceil(n_bytes / GIB * 10) / 10

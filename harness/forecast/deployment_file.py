@@ -14,13 +14,12 @@ from sim.tiers.registry import model_of
 from sim.tiers.settings import DEFAULT_KIND, HostKind
 from sim.workload import PassOrder
 
+REQUEST_IN_BLOCKS = 30
+"""A request by itself takes as long to predict as so many of its blocks."""
+
 _MOST_BLOCKS = 5_000_000  # about 3 s a prediction, and up to ten are made
 
-
-_REQUEST_IN_BLOCKS = 30  # a request by itself takes as long as so many of its blocks
-
-
-Count = Annotated[int, Field(ge=1, le=2**40)]
+DescribedCount = Annotated[int, Field(ge=1, le=2**40)]
 
 
 class Deployment(EvictionFields):
@@ -34,20 +33,20 @@ class Deployment(EvictionFields):
     """
 
     model: str
-    gpu_kv_tokens: Count
+    gpu_kv_tokens: DescribedCount
     documents: Annotated[int, Field(ge=1, le=1_000_000)]
-    document_tokens: Count
+    document_tokens: DescribedCount
     passes: Annotated[tuple[PassOrder, ...], Field(min_length=1, strict=False)] = ("fwd", "fwd")
-    question_tokens: Count = 20
-    output_tokens: Count = 16
+    question_tokens: DescribedCount = 20
+    output_tokens: DescribedCount = 16
     host: HostKind = DEFAULT_KIND
     host_gib: Annotated[float, Field(ge=0, le=1_048_576)] = 0.0
     engine: str = "0.32.0"
     kv_dtype: str = "auto"
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
-    block_size: Count = 16
-    chunk_tokens: Count = DEFAULT.chunk_tokens
-    max_num_batched_tokens: Count = 8192
+    block_size: DescribedCount = 16
+    chunk_tokens: DescribedCount = DEFAULT.chunk_tokens
+    max_num_batched_tokens: DescribedCount = 8192
 
     @model_validator(mode="before")
     @classmethod
@@ -92,7 +91,7 @@ def read_deployment(path: Path) -> Deployment:
         fields = ", ".join(Deployment.model_fields)
         raise InputError(f"{path}: {describe_invalid(error)}", hint=f"fields: {fields}") from None
     requests = deployment.documents * len(deployment.passes)
-    if requests * (deployment.request_blocks + _REQUEST_IN_BLOCKS) > _MOST_BLOCKS:
+    if requests * (deployment.request_blocks + REQUEST_IN_BLOCKS) > _MOST_BLOCKS:
         raise InputError(
             f"{path}: {requests:,} prompts of {deployment.request_blocks:,} KV blocks; about "
             f"{_MOST_BLOCKS:,} blocks in all are predicted here",

@@ -48,7 +48,7 @@ class Edge:
     is_steady: bool
 
 
-def why_not(requests: Sequence[Request], block_size: int) -> str | None:
+def why_too_large(requests: Sequence[Request], block_size: int) -> str | None:
     """Why the edges of ``requests`` are too much to look for; None when they are not."""
     blocks = _most_blocks(requests, block_size)
     if is_affordable(blocks):

@@ -40,7 +40,7 @@ WEIGHTS_BYTES_PER_S = 1e9
 _LEAST_PREFILLS = 4
 
 Seconds = Annotated[float, Field(ge=1e-9, lt=86_400)]
-Size = Annotated[int, Field(ge=1, le=2**50)]
+ProbeSize = Annotated[int, Field(ge=1, le=2**50)]
 
 
 class _Part(BaseModel):
@@ -58,12 +58,12 @@ class ProbeMachine(_Part):
 class ProbeShape(_Part):
     """Sizes of the layers measured."""
 
-    layers: Size
-    hidden: Size
-    intermediate: Size
-    heads: Size
-    kv_heads: Size
-    head_dim: Size
+    layers: ProbeSize
+    hidden: ProbeSize
+    intermediate: ProbeSize
+    heads: ProbeSize
+    kv_heads: ProbeSize
+    head_dim: ProbeSize
 
 
 class ProbeCopy(_Part):
@@ -78,7 +78,7 @@ class ProbeCopy(_Part):
 class ProbePrefill(_Part):
     """All layers for ``new`` tokens after ``cached`` ones."""
 
-    new: Size
+    new: ProbeSize
     cached: Annotated[int, Field(ge=0, le=2**50)]
     median_s: Seconds
 
@@ -114,7 +114,7 @@ class Expectation:
             value * rates.get(name, 0.0) for name, value in zip(NAMES, shape.features, strict=True)
         )
 
-    def beyond(self, shapes: Sequence[Shape]) -> bool:
+    def is_beyond_probe(self, shapes: Sequence[Shape]) -> bool:
         """Whether any of them computes more, or after more, than the probe measured."""
         model = self.prefill
         if model is None:
@@ -140,7 +140,7 @@ def read_probe(path: Path) -> Probe:
         raise InputError(f"{path}: {describe_invalid(error)}", hint=hint) from None
 
 
-def expectation(experiment: Experiment, probe: Path | None) -> Expectation | None:
+def expectation_of(experiment: Experiment, probe: Path | None) -> Expectation | None:
     """By the probe file, or by the prior; None where there is no prior.
 
     The prior is for the CUDA build and the models ``sim.dense`` counts. InputError for a probe of
@@ -195,7 +195,7 @@ def expected_passes(
     ``ratio``: baseline ÷ treatment by document, the median of those; null without both.
     """
     times = {
-        name: _times(experiment, experiment.arms[name], found, expected)
+        name: _seconds_by_pass(experiment, experiment.arms[name], found, expected)
         for name, found in predictions.items()
     }
     passes: dict[str, Any] = {}
@@ -234,7 +234,7 @@ def _by_probe(experiment: Experiment, probe: Probe, path: Path) -> Expectation:
         raise InputError(f"{path} has prefill of fewer than {_LEAST_PREFILLS} sizes")
     prefill = fit(MeasuredTtft(Shape(row.new, row.cached), row.median_s) for row in probe.prefill)
     rates = {c.name: c.used for c in prefill.coefficients}
-    copies = _loads(probe, path)
+    copies = _copies_to_device(probe, path)
     load = fit(
         # A copy is a load of one chunk beside one token; the constant is its latency.
         MeasuredTtft(Shape(1, 0, row.n_bytes, 1), row.median_s)
@@ -278,7 +278,7 @@ def _check_probe(experiment: Experiment, probe: Probe, path: Path) -> None:
         )
 
 
-def _loads(probe: Probe, path: Path) -> list[ProbeCopy]:
+def _copies_to_device(probe: Probe, path: Path) -> list[ProbeCopy]:
     """Copies to the device, from pinned memory where there are any, as both engines have it."""
     loads = [row for row in probe.copies if row.direction == "h2d"]
     pinned = [row for row in loads if row.pinned]
@@ -288,7 +288,7 @@ def _loads(probe: Probe, path: Path) -> list[ProbeCopy]:
     return found
 
 
-def _times(
+def _seconds_by_pass(
     experiment: Experiment, arm: Arm, predictions: Sequence[Prediction], expected: Expectation
 ) -> dict[str, dict[int, float]]:
     """Seconds by pass and document."""

@@ -9,15 +9,15 @@ from typing import Any
 
 from harness.errors import InputError
 from harness.forecast.cliff import working_set_tokens
-from harness.forecast.edges import Edge, gpu_edge, host_edge, why_not
+from harness.forecast.edges import Edge, gpu_edge, host_edge, why_too_large
 from harness.forecast.latency import (
     Expectation,
     duration_s,
-    expectation,
+    expectation_of,
     expected_passes,
     shapes_of,
 )
-from harness.forecast.warnings import Outlook, hazards
+from harness.forecast.warnings import Outlook, warnings_of
 from harness.machine.memory import needs_of
 from harness.plan.arms import BASELINE, CONTROL
 from harness.plan.experiment import Experiment, SessionPlan
@@ -46,42 +46,39 @@ def preview(experiment: Experiment, *, probe: Path | None = None) -> dict[str, A
     arm is missing from ``predicted``. ``environments`` are the changes that go with ``commands``;
     null means removed.
     """
-    predictions, not_predicted = _predictions(experiment)
+    predictions, not_predicted = _predictions_by_arm(experiment)
     outlook = _outlook(experiment, predictions)
-    expected = expectation(experiment, probe)
+    expected = expectation_of(experiment, probe)
     note = engine_note(experiment.plan.server.engine)
+    commands = {name: _commands(arm) for name, arm in experiment.arms.items()}
     return {
         "schema": 1,
         "plan_id": experiment.plan_id,
-        "model": _model(experiment),
+        "model": _model_facts(experiment),
         "sessions": [session.name for session in experiment.sessions],
         "requests_per_session": len(experiment.workload.requests),
-        "requests": _requests(experiment),
-        "tiers": {name: _tiers(experiment, arm) for name, arm in experiment.arms.items()},
-        "memory": {name: _memory(experiment, arm) for name, arm in experiment.arms.items()},
+        "requests": _request_counts(experiment),
+        "tiers": {name: _tier_sizes(experiment, arm) for name, arm in experiment.arms.items()},
+        "memory": {name: _memory_needs(experiment, arm) for name, arm in experiment.arms.items()},
         "predicted": {
-            name: _by_pass(experiment, experiment.arms[name], p) for name, p in predictions.items()
+            name: _tokens_by_pass(experiment, experiment.arms[name], p)
+            for name, p in predictions.items()
         },
         "documents": {
-            name: _documents(experiment, experiment.arms[name], p)
+            name: _source_runs(experiment, experiment.arms[name], p)
             for name, p in predictions.items()
         },
         "not_predicted": not_predicted,
-        "cliff": _cliff(outlook),
-        "warnings": [*([note] if note else []), *hazards(outlook)],
-        "commands": {
-            name: [list(c.argv) for c in _commands(arm)] for name, arm in experiment.arms.items()
-        },
-        "environments": {
-            name: [dict(c.env_diff) for c in _commands(arm)]
-            for name, arm in experiment.arms.items()
-        },
-        "expected": _expected(experiment, predictions, expected),
-        "estimate": _estimate(experiment, predictions, expected),
+        "cliff": _cliff_json(outlook),
+        "warnings": [*([note] if note else []), *warnings_of(outlook)],
+        "commands": {arm: [list(c.argv) for c in those] for arm, those in commands.items()},
+        "environments": {arm: [dict(c.env_diff) for c in those] for arm, those in commands.items()},
+        "expected": _expected_times(experiment, predictions, expected),
+        "estimate": _duration_text(experiment, predictions, expected),
     }
 
 
-def _predictions(experiment: Experiment) -> tuple[Predictions, dict[str, str]]:
+def _predictions_by_arm(experiment: Experiment) -> tuple[Predictions, dict[str, str]]:
     """By arm; and why an arm has none."""
     predictions, reasons = {}, {}
     for name, arm in experiment.arms.items():
@@ -94,7 +91,7 @@ def _predictions(experiment: Experiment) -> tuple[Predictions, dict[str, str]]:
     return predictions, reasons
 
 
-def _model(experiment: Experiment) -> dict[str, Any]:
+def _model_facts(experiment: Experiment) -> dict[str, Any]:
     """Which model, where its shape is known from, and whether vLLM will have to download it."""
     model = experiment.model
     server = experiment.treatment.server
@@ -108,7 +105,7 @@ def _model(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _requests(experiment: Experiment) -> dict[str, int]:
+def _request_counts(experiment: Experiment) -> dict[str, int]:
     """Requests of the whole run, all sessions together: those measured, and with the warm-up."""
     asked = [experiment.workload_of(session.arm) for session in experiment.sessions]
     return {
@@ -117,7 +114,7 @@ def _requests(experiment: Experiment) -> dict[str, int]:
     }
 
 
-def _tiers(experiment: Experiment, arm: Arm) -> dict[str, Any]:
+def _tier_sizes(experiment: Experiment, arm: Arm) -> dict[str, Any]:
     plan, host = experiment.plan, arm.host
     gpu_tokens = usable_tokens(arm.server.num_gpu_blocks, arm.server.block_size)
     chunks = experiment.geometry.host_chunks(host.gib, host.chunk_tokens) if host else 0
@@ -131,7 +128,7 @@ def _tiers(experiment: Experiment, arm: Arm) -> dict[str, Any]:
     }
 
 
-def _memory(experiment: Experiment, arm: Arm) -> dict[str, Any]:
+def _memory_needs(experiment: Experiment, arm: Arm) -> dict[str, Any]:
     """Bytes one session of ``arm`` needs: all of them estimates but tier, pool and weights.
 
     ``gpu_bytes`` and ``gpu_share`` as in ``harness.machine.memory``. ``shm_bytes``: what lies in /dev/shm,
@@ -146,7 +143,7 @@ def _memory(experiment: Experiment, arm: Arm) -> dict[str, Any]:
     return {**asdict(needs), "shm_bytes": shm}
 
 
-def _by_pass(
+def _tokens_by_pass(
     experiment: Experiment, arm: Arm, predictions: Iterable[Prediction]
 ) -> dict[str, dict[str, int]]:
     requests = experiment.workload_of(arm).requests
@@ -159,7 +156,7 @@ def _by_pass(
     return passes
 
 
-def _documents(
+def _source_runs(
     experiment: Experiment, arm: Arm, predictions: Iterable[Prediction]
 ) -> dict[str, list[dict[str, Any]]]:
     """By pass: runs of documents, in the order they are read, whose KV comes from one source."""
@@ -180,7 +177,7 @@ def _documents(
 
 def _outlook(experiment: Experiment, predictions: Predictions) -> Outlook:
     server, requests = experiment.plan.server, experiment.workload.requests
-    if why_not(requests, server.block_size) is not None:
+    if why_too_large(requests, server.block_size) is not None:
         return Outlook(experiment, predictions, None, None)
     baseline, treatment = experiment.tiers(experiment.arms[BASELINE]), experiment.treatment
     # vLLM refuses to start when one request of max_model_len does not fit.
@@ -200,7 +197,7 @@ def _outlook(experiment: Experiment, predictions: Predictions) -> Outlook:
     return Outlook(experiment, predictions, gpu, host, of_control)
 
 
-def _cliff(outlook: Outlook) -> dict[str, Any]:
+def _cliff_json(outlook: Outlook) -> dict[str, Any]:
     """Both axes: sizes tried with the measured requests' tokens by source, and the smallest full.
 
     ``gpu``: no host tier. ``host``: beside the GPU tier of the arms compared; null where the
@@ -210,7 +207,7 @@ def _cliff(outlook: Outlook) -> dict[str, Any]:
     Both axes are null, and ``why_not`` says why, for a plan too large to try.
     """
     plan = outlook.experiment.plan
-    reason = why_not(outlook.experiment.workload.requests, plan.server.block_size)
+    reason = why_too_large(outlook.experiment.workload.requests, plan.server.block_size)
     if outlook.gpu is None:
         return {"gpu": None, "host": None, "why_not": reason}
     return {"gpu": _gpu_cliff(outlook, outlook.gpu), "host": _host_cliff(outlook), "why_not": None}
@@ -219,7 +216,7 @@ def _cliff(outlook: Outlook) -> dict[str, Any]:
 def _gpu_cliff(outlook: Outlook, gpu: Edge) -> dict[str, Any]:
     block_size, geometry = outlook.experiment.plan.server.block_size, outlook.experiment.geometry
 
-    def size(blocks: int) -> dict[str, Any]:
+    def size_of(blocks: int) -> dict[str, Any]:
         tokens = usable_tokens(blocks, block_size)
         # The null block takes memory, too.
         return {"blocks": blocks, "tokens": tokens, "gib": geometry.gib(blocks * block_size)}
@@ -229,15 +226,15 @@ def _gpu_cliff(outlook: Outlook, gpu: Edge) -> dict[str, Any]:
         edge = outlook.gpu_of(name)
         if edge is None or name not in outlook.predictions:
             continue
-        is_full = outlook.measured(name, "gpu_hit") >= edge.endless.gpu_hit
-        planned[name] = size(arm.server.num_gpu_blocks) | {"is_full": is_full}
-        full_from[name] = size(edge.smallest)
+        is_full = outlook.measured_tokens(name, "gpu_hit") >= edge.endless.gpu_hit
+        planned[name] = size_of(arm.server.num_gpu_blocks) | {"is_full": is_full}
+        full_from[name] = size_of(edge.smallest)
     return {
         "reusable_tokens": gpu.endless.gpu_hit,
-        "full_from": size(gpu.smallest),
+        "full_from": size_of(gpu.smallest),
         "full_from_by_arm": full_from,
         "planned": planned,
-        "points": _points(gpu, size),
+        "points": _sizes_tried(gpu, size_of),
     }
 
 
@@ -246,23 +243,23 @@ def _host_cliff(outlook: Outlook) -> dict[str, Any] | None:
     if host is None:
         return None
 
-    def size(chunks: int) -> dict[str, Any]:
+    def size_of(chunks: int) -> dict[str, Any]:
         tokens = chunks * outlook.experiment.plan.host.chunk_tokens
         return {"chunks": chunks, "tokens": tokens, "gib": outlook.host_gib(chunks)}
 
     reusable = host.endless.host_loaded
-    is_full = outlook.measured(outlook.treatment, "host_loaded") >= reusable
+    is_full = outlook.measured_tokens(outlook.treatment, "host_loaded") >= reusable
     return {
         "reusable_tokens": reusable,
-        "full_from": size(host.smallest),
+        "full_from": size_of(host.smallest),
         "is_steady": host.is_steady,
-        "planned": size(outlook.host_chunks) | {"is_full": is_full},
-        "points": _points(host, size),
+        "planned": size_of(outlook.host_chunks) | {"is_full": is_full},
+        "points": _sizes_tried(host, size_of),
     }
 
 
-def _points(edge: Edge, size: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-    return [size(n) | asdict(served) for n, served in edge.sizes.items()]
+def _sizes_tried(edge: Edge, size_of: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [size_of(n) | asdict(served) for n, served in edge.sizes.items()]
 
 
 def _commands(arm: Arm) -> tuple[Command, ...]:
@@ -277,7 +274,7 @@ def _commands(arm: Arm) -> tuple[Command, ...]:
     )
 
 
-def _expected(
+def _expected_times(
     experiment: Experiment, predictions: Predictions, expected: Expectation | None
 ) -> dict[str, Any] | None:
     """Expected TTFT by pass and arm; null where there is nothing to expect it by."""
@@ -287,13 +284,13 @@ def _expected(
     return {
         "is_estimate": True,
         "from": expected.source,
-        "is_beyond_probe": expected.beyond(asked),
+        "is_beyond_probe": expected.is_beyond_probe(asked),
         "coefficients": dict(expected.coefficients),
         "passes": expected_passes(experiment, predictions, expected),
     }
 
 
-def _estimate(
+def _duration_text(
     experiment: Experiment, predictions: Predictions, expected: Expectation | None
 ) -> str:
     sessions = experiment.sessions

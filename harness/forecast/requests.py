@@ -16,7 +16,7 @@ from the start, so ``[["a", 100], ["b", 50]]`` and ``[["a", 120]]`` share 100 to
 
 ``output`` (optional) names the generated tokens, for later prompts that repeat them: ids, or the
 segment a later prompt repeats them as. ``stopped``: a stop token ended the answer early;
-``output_len`` is then what was really generated. Prompt and output are ``MOST_TOKENS`` at most.
+``output_len`` is then what was really generated. Prompt and output are ``MOST_REQUEST_TOKENS`` at most.
 
 A line that cannot be predicted gets a row that says why instead of counts, and the lines after it
 are read all the same; ``is_refused`` tells such rows, and the command ends with exit code 1.
@@ -45,15 +45,15 @@ from sim.tiers.spec import engine_note
 
 STDIN = "-"
 
-MOST_TOKENS = 10_000_000
+MOST_REQUEST_TOKENS = 10_000_000
 """Tokens of one request: the longest context any model claims, and about 1 GB of ids."""
 
-Count = Annotated[int, Field(ge=1, le=2**53)]
+SpecCount = Annotated[int, Field(ge=1, le=2**53)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 SegmentName = Annotated[str, Field(min_length=1)]
 # JSON has no tuples, so the pair itself is read from a list; its members stay strict.
 Segment = Annotated[
-    tuple[SegmentName, Annotated[int, Field(ge=1, le=MOST_TOKENS)]], Field(strict=False)
+    tuple[SegmentName, Annotated[int, Field(ge=1, le=MOST_REQUEST_TOKENS)]], Field(strict=False)
 ]
 
 # Set on a request, these make the server's work depend on more than the tokens.
@@ -66,10 +66,6 @@ _WHY_NOT = {
 }
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
 class PredictSpec(EvictionFields):
     """SPEC.json. ``num_gpu_blocks`` includes vLLM's null block; sizes in tokens unless said.
 
@@ -80,19 +76,19 @@ class PredictSpec(EvictionFields):
     """
 
     engine: str
-    block_size: Count
+    block_size: SpecCount
     num_gpu_blocks: Annotated[int, Field(ge=2, le=2**31)]
-    max_batched_tokens: Count
+    max_batched_tokens: SpecCount
     host: HostKind = "none"
-    chunk_size: Count = DEFAULT.chunk_tokens
+    chunk_size: SpecCount = DEFAULT.chunk_tokens
     host_chunks: Annotated[int, Field(ge=0, le=2**53)] | None = None
-    host_bytes: Count | None = None
-    chunk_bytes: Count | None = None
+    host_bytes: SpecCount | None = None
+    chunk_bytes: SpecCount | None = None
     async_scheduling: bool = True
     prefix_caching: bool = True
     model: str | None = None
     kv_dtype: str = "auto"
-    concurrency: Count = 1
+    concurrency: SpecCount = 1
     speculative_tokens: Annotated[int, Field(ge=0)] = 0
     lazy_offload: bool = False
 
@@ -120,12 +116,14 @@ class PredictSpec(EvictionFields):
         return self
 
 
-class RequestLine(_Strict):
+class RequestLine(BaseModel):
     """One line of REQUESTS.jsonl; this module's docstring says what its fields mean."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     prompt: Annotated[list[TokenId], Field(min_length=1)] | None = None
     segments: Annotated[list[Segment], Field(min_length=1)] | None = None
-    output_len: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    output_len: Annotated[int, Field(ge=1, le=MOST_REQUEST_TOKENS)]
     output: list[TokenId] | SegmentName | None = None
     stopped: bool = False
     stop: list[str] | str | None = None
@@ -147,10 +145,10 @@ class RequestLine(_Strict):
                 raise ValueError(
                     f"output has {len(self.output)} ids and output_len is {self.output_len}"
                 )
-        if self.n_prompt + self.output_len > MOST_TOKENS:
+        if self.n_prompt + self.output_len > MOST_REQUEST_TOKENS:
             raise ValueError(
                 f"prompt and output_len are {self.n_prompt + self.output_len:,} tokens; a request "
-                f"has at most {MOST_TOKENS:,}"
+                f"has at most {MOST_REQUEST_TOKENS:,}"
             )
         return self
 

@@ -63,7 +63,7 @@ class Outlook:
         work = self.experiment.plan.workload
         return work.spec().longest_prompt_tokens
 
-    def measured(self, arm: str, source: str, name: str | None = None) -> int:
+    def measured_tokens(self, arm: str, source: str, name: str | None = None) -> int:
         """Prompt tokens of ``source`` in an arm's measured requests, or those of pass ``name``."""
         requests = self.experiment.workload_of(self.experiment.arms[arm]).requests
         return sum(
@@ -77,7 +77,7 @@ class Outlook:
         return chunks * align_up(self.experiment.chunk_bytes) / GIB
 
 
-def hazards(outlook: Outlook) -> list[str]:
+def warnings_of(outlook: Outlook) -> list[str]:
     """Every warning, the ones that rule an effect out first; empty when there is none."""
     nothing_shared = list(_nothing_shared(outlook))
     if nothing_shared:
@@ -92,9 +92,9 @@ def hazards(outlook: Outlook) -> list[str]:
         *_one_document_short(outlook),
         *_may_freeze(outlook),
         *_coarse_chunks(outlook),
-        *_control(outlook),
+        *_control_too_small(outlook),
     ]
-    if not found and not outlook.measured(outlook.treatment, "host_loaded"):
+    if not found and not outlook.measured_tokens(outlook.treatment, "host_loaded"):
         found.append(
             f"{outlook.treatment} is predicted to load nothing from the host: the working set fits "
             "the GPU tier, or the host tier is too small to keep it"
@@ -104,7 +104,7 @@ def hazards(outlook: Outlook) -> list[str]:
 
 def _nothing_to_lose(outlook: Outlook) -> Iterator[str]:
     """For a treatment without the prefix cache, which can only differ where the cache hits."""
-    if not outlook.experiment.treatment.prefix_caching and not outlook.measured(
+    if not outlook.experiment.treatment.prefix_caching and not outlook.measured_tokens(
         BASELINE, "gpu_hit"
     ):
         yield (
@@ -137,7 +137,7 @@ def _nothing_shared(outlook: Outlook) -> Iterator[str]:
 
 def _fits_gpu(outlook: Outlook) -> Iterator[str]:
     gpu = outlook.gpu
-    if gpu is None or outlook.measured(outlook.treatment, "gpu_hit") < gpu.endless.gpu_hit:
+    if gpu is None or outlook.measured_tokens(outlook.treatment, "gpu_hit") < gpu.endless.gpu_hit:
         return
     plan = outlook.experiment.plan
     held = gpu_tokens(plan)
@@ -165,7 +165,7 @@ def _host_too_small(outlook: Outlook) -> Iterator[str]:
         )
     if host is None:
         return
-    loaded = outlook.measured(outlook.treatment, "host_loaded")
+    loaded = outlook.measured_tokens(outlook.treatment, "host_loaded")
     if loaded < host.endless.host_loaded:
         rule = f"evicts from {outlook.watermark:.0%} on"
         if plan.host.policy == "noop":
@@ -203,7 +203,7 @@ def _lost_walks(outlook: Outlook, arm: str, source: str) -> list[str]:
     """Passes that walk as the one before did and find nothing at ``source``."""
     walks = enumerate(pairwise(outlook.experiment.plan.workload.passes), start=1)
     again = [pass_name(i, order) for i, (before, order) in walks if before == order]
-    return [name for name in again if not outlook.measured(arm, source, name)]
+    return [name for name in again if not outlook.measured_tokens(arm, source, name)]
 
 
 def _short_text(tier: str, missing: str, walks: Sequence[str]) -> str:
@@ -259,15 +259,15 @@ def _coarse_chunks(outlook: Outlook) -> Iterator[str]:
         )
 
 
-def _control(outlook: Outlook) -> Iterator[str]:
+def _control_too_small(outlook: Outlook) -> Iterator[str]:
     control, gpu = outlook.experiment.plan.control, outlook.gpu_of(CONTROL)
     if control is None or CONTROL not in outlook.predictions:
         return
-    loaded = outlook.measured(CONTROL, "host_loaded")
+    loaded = outlook.measured_tokens(CONTROL, "host_loaded")
     missed = 0
     enough = ""
     if gpu is not None:
-        missed = gpu.endless.gpu_hit - outlook.measured(CONTROL, "gpu_hit")
+        missed = gpu.endless.gpu_hit - outlook.measured_tokens(CONTROL, "gpu_hit")
         enough = f" to {gpu.smallest}"
     if loaded or missed:
         yield (

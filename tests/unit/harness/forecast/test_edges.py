@@ -2,7 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from harness.forecast.edges import Served, edge_between, gpu_edge, host_edge, least_from, why_not
+from harness.forecast.edges import (
+    Served,
+    edge_between,
+    gpu_edge,
+    host_edge,
+    least_from,
+    why_too_large,
+)
 from sim.predict import TierSpec
 from sim.workload import WorkloadSpec, build_workload
 
@@ -118,9 +125,9 @@ def test_a_watermark_that_no_store_stays_below_leaves_nothing_to_load():
 
 
 def test_a_plan_of_too_many_blocks_is_refused_with_their_number():
-    assert why_not(REQUESTS, 4) is None
+    assert why_too_large(REQUESTS, 4) is None
     # 6 requests of 12 tokens, a token a block: 72 blocks; 5,000 times that is 360,000.
-    assert "360,000 blocks" in (why_not(REQUESTS * 5_000, 1) or "")
+    assert "360,000 blocks" in (why_too_large(REQUESTS * 5_000, 1) or "")
 
 
 def test_a_prompt_that_the_least_gpu_tier_cannot_hold_is_an_error():
