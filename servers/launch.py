@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
@@ -60,7 +60,8 @@ os.execvp(sys.argv[2], sys.argv[2:])
 class Running:
     """Servers that are up. ``start_s``: seconds from the first process to the first completion.
 
-    ``model_name`` is unique to this launch. ``logs``: by role.
+    ``model_name`` is unique to this launch. ``logs``: by role. ``unread_gpus``: filled once the
+    servers have ended, with the devices whose memory could not be read then.
     """
 
     base_url: str
@@ -69,6 +70,7 @@ class Running:
     commands: tuple[Command, ...]
     logs: Mapping[str, ServerLog]
     start_s: float
+    unread_gpus: list[str] = field(default_factory=list)
     _children: tuple[Child, ...] = field(repr=False, default=())
 
     def check_alive(self) -> None:
@@ -118,12 +120,12 @@ def launch(
             cache_dir=cache_dir.resolve(), inherited=os.environ, transfer=transfer,
         )  # fmt: skip
         # On a GPU the memory must be back before the caller may start the next server.
-        with gpu_memory.returned(devices), serve(
+        with gpu_memory.returned(devices) as unread, serve(
             commands, ports=ports, model_name=model_name, log_stem=log_stem,
             ledger=Ledger(ledger, session=session, work=work_dir.name),
             work_dir=work_dir, deadline_s=deadline_s,
         ) as running:  # fmt: skip
-            yield running
+            yield replace(running, unread_gpus=unread)
 
 
 @contextmanager

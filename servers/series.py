@@ -43,10 +43,14 @@ def gauge(sample: str, *earlier: str, presence: Presence = "always") -> Series:
 
 _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 
+FINISHED: Final = Series("finished", "vllm:request_success_total")
+OTHERS_FINISHED: Final = "others_finished"
+"""Our name for the same of the other models that a server serves, adapters included."""
+
 # PrometheusStatLogger calls labels() for every reason, source and engine at construction, so these
 # exist with 0 before the first request.
 VLLM_SERIES: Final = (
-    Series("finished", "vllm:request_success_total"),
+    FINISHED,
     Series("preemptions", "vllm:num_preemptions_total"),
     # The three numbers we want, counted at the first output token (vLLM >= 0.16).
     Series("prompt_computed", _BY_SOURCE, "optional", ("source", "local_compute")),

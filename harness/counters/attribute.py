@@ -13,6 +13,7 @@ from harness.counters.errors import CounterError, CounterReset, ForeignTraffic, 
 from harness.counters.pages import SPLIT_NAMES, require_split
 from harness.counters.tiers.base import Measured, require_one
 from harness.counters.tiers.registry import COUNTED, STATE_NAMES, tier_of, with_tier
+from servers.series import OTHERS_FINISHED
 from sim.split import TokenSplit
 
 
@@ -80,6 +81,11 @@ def derive(
             hint="give the server more KV blocks or shorten the prompts",
         )
     require_one(moved["finished"], "vLLM finished", "requests")
+    if others := moved.get(OTHERS_FINISHED):
+        raise ForeignTraffic(
+            f"{others} requests of another model finished beside ours",
+            hint="it shares the GPU and the caches: give the server to this run alone",
+        )
     return with_tier(
         Measured(_split(moved, prompt_tokens, with_host=tier_of(after) is not None)),
         moved,
@@ -91,7 +97,7 @@ def derive(
 
 _MAY_APPEAR = {
     s.name for tier in COUNTED.values() for s in tier.host_series if s.presence == "optional"
-}
+} | {OTHERS_FINISHED}  # from the first request of the first other model on
 
 
 def _moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:

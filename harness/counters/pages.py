@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.counters.errors import MissingSeries, ScrapeError
-from servers.series import OUTDATED, VLLM_SERIES, Series
+from servers.series import FINISHED, OTHERS_FINISHED, OUTDATED, VLLM_SERIES, Series
 
 SPLIT_NAMES = ("prompt_computed", "prompt_gpu_hit", "prompt_host_loaded")
 _FALLBACK_NAMES = ("prompt_tokens", "prefix_queries", "prefix_hits")
@@ -101,6 +101,13 @@ def counts(
         if count is not None or series.presence == "lazy":
             found[series.name] = count or 0
     return found
+
+
+def others_finished(samples: Samples, model_name: str) -> dict[str, int]:
+    """Finished requests of other models on vLLM's page, by our name; none of them: no entry."""
+    names = {labels.get("model_name", "") for labels, _ in samples.get(FINISHED.sample, ())}
+    others = [_count(samples, FINISHED, name) or 0 for name in names - {model_name}]
+    return {OTHERS_FINISHED: sum(others)} if others else {}
 
 
 def require_split(found: Mapping[str, int], *, with_host: bool, page: str = "") -> None:

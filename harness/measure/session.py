@@ -116,7 +116,9 @@ def _measure(
         with JournalWriter(folder.journal(session.name)) as journal:
             _replay(workload, running, context=context, journal=journal, on_row=progress.row)
         gpu.mark("end")
-    folder.note_session(session.name, {"ended": utc_now(), "gpu": gpu.record()})
+    folder.note_session(
+        session.name, {"ended": utc_now(), "gpu": gpu.record(), "unread_gpus": running.unread_gpus}
+    )
 
 
 def _replay(

@@ -18,7 +18,14 @@ import httpx
 
 from harness.counters.attribute import Snapshot
 from harness.counters.errors import CounterError, MissingSeries, ScrapeError, UnreachableError
-from harness.counters.pages import Samples, counts, gauge_value, parse, require_split
+from harness.counters.pages import (
+    Samples,
+    counts,
+    gauge_value,
+    others_finished,
+    parse,
+    require_split,
+)
 from harness.counters.tiers.base import HopelessError, HostReading, NotYetError, Rest, wait_if
 from harness.counters.tiers.registry import COUNTED
 from harness.measure.bounded_http import BoundedHeadTransport
@@ -221,6 +228,7 @@ class Scraper:
         where, text = self._vllm_url, self._get(self._vllm_url, timeout_s).text
         samples = parse(text, wanted=self._vllm_wanted, where=where)
         found = counts(samples, self._vllm_counters, model_name=self._model_name, where=where)
+        found |= others_finished(samples, self._model_name)
         require_split(found, with_host=self._tier is not None, page=text)
         return samples, found
 

@@ -69,13 +69,17 @@ class GpuRecord(_Open):
 
 
 class Session(_Open):
-    """One session: its servers, and when they started and ended."""
+    """One session: its servers, and when they started and ended.
+
+    ``unread_gpus``: whose memory could not be read once the servers had ended.
+    """
 
     started: Time | None = None
     start_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
     ended: Time | None = None
     facts: ServerFacts = ServerFacts()
     gpu: GpuRecord | None = None
+    unread_gpus: list[str] = []
 
     def as_json(self) -> JsonObject:
         """What the file has of it."""

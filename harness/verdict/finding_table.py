@@ -289,6 +289,16 @@ def gpu_throttled(what: str) -> Texts:
     )
 
 
+@_row("gpu-memory-unread", "warning")
+def gpu_memory_unread(session: str, gpus: list[str]) -> Texts:
+    """The memory of a GPU could not be read after a session, so nobody knows that it was free."""
+    return Texts(
+        f"after {session} the memory of {', '.join(gpus)} could not be read",
+        "the driver did not answer; the next session may have started on a GPU that was not free",
+        "kvcliff doctor shows what the driver says; compare num_gpu_blocks between the sessions",
+    )
+
+
 @_row("torn-journal", "warning")
 def torn_journal(note: str) -> Texts:
     """The last record of a journal was cut short."""

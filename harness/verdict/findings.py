@@ -130,6 +130,9 @@ def _gpus(run: Reconciliation) -> Iterator[Finding]:
     warnings = [f"{name}: {text}" for name, record in records.items() for text in record.warnings]
     changes = session_changes({name: record.model_dump() for name, record in records.items()})
     yield from map(table.gpu_throttled, [*warnings, *changes])
+    for name, session in run.manifest.sessions.items():
+        if session.unread_gpus:
+            yield table.gpu_memory_unread(name, session.unread_gpus)
 
 
 def _gpu_records(run: Reconciliation) -> dict[str, GpuRecord]:

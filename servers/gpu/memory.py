@@ -23,25 +23,28 @@ States = Mapping[str, GpuState]
 @contextmanager
 def returned(
     devices: Sequence[Device], *, read: Reader | None = None, deadline_s: float = 60.0
-) -> Iterator[None]:
+) -> Iterator[list[str]]:
     """Around a server's life: afterwards, wait until each of its devices is as free as before.
 
     Other GPUs are others' business. An unknown reading is neither free nor busy: a device never
     readable cannot be waited for (the KV capacity read back from the next server is what catches
     it); one readable before is waited for until it can be read again, or the deadline passes.
+    The list it gives holds, afterwards, the labels of devices whose memory could not be read then.
     Raises LaunchError, naming GPU and MiB, when memory is not back at the deadline.
     """
+    unread: list[str] = []
     if not devices:
-        yield
+        yield unread
         return
     with nullcontext(read) if read else state_reader(devices) as read_states:
         before = read_states()
-        yield
+        yield unread
         until = time.monotonic() + deadline_s
         while (busy := _busy(devices, before, now := read_states())) or _unsure(before, now):
             if time.monotonic() > until:
                 break
             time.sleep(_POLL_S)
+    unread += [device.label for device in devices if _used(now, device.uuid) is None]
     if busy:
         raise LaunchError(
             f"{deadline_s:g} s after the server ended its GPU memory is not back: "

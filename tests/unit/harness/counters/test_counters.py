@@ -441,7 +441,7 @@ def test_proxy_settings_of_the_environment_are_not_used(
 # --- engines, other clients, restarts ---------------------------------------------------------
 
 
-def test_engines_are_summed_and_other_models_ignored(vllm: Stub) -> None:
+def test_engines_are_summed_and_other_models_counted_apart(vllm: Stub) -> None:
     # A29: all traffic on engine 1; another model on the same server counts nothing.
     page = golden("vllm-0.32.0-after")
     idle = golden("vllm-0.32.0-no-connector")
@@ -450,6 +450,12 @@ def test_engines_are_summed_and_other_models_ignored(vllm: Stub) -> None:
     counters = read(vllm).vllm
     assert counters["finished"] == 20
     assert counters["prompt_gpu_hit"] == 3072
+    assert counters["others_finished"] == 20
+
+
+def test_a_request_of_another_model_is_foreign_traffic() -> None:
+    with pytest.raises(ForeignTraffic, match="2 requests of another model finished beside ours"):
+        ask_gpu({"others_finished": 2})
 
 
 def test_a_second_client_is_foreign_traffic() -> None:

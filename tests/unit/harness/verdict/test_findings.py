@@ -119,6 +119,9 @@ RUNS: dict[str, Callable[[], Reconciliation]] = {
     ),
     "reconnected": lambda: one_more(conn_reused=False),
     "clocks-disagree": lambda: one_more(ttft_ms=50.0, server_ttft_ms=99.0),
+    "gpu-memory-unread": lambda: run_of(
+        sound_rows(), facts={"01-baseline": {"facts": FACTS, "unread_gpus": ["GPU 0"]}}
+    ),
     "gpu-throttled": lambda: run_of(
         sound_rows(),
         facts={"01-baseline": {"facts": FACTS, "gpu": {"devices": [], "warnings": ["hot"]}}},

@@ -82,24 +82,27 @@ def test_what_a_driver_keeps_is_tolerated_and_a_mib_more_is_not(
 def test_a_gpu_never_readable_is_neither_waited_for_nor_taken_for_free() -> None:
     # A58: the other one is still waited for.
     read, n_asked = reader(states(None, 0), states(None, 9000), states(None, 0))
-    with returned([A, C], read=read):
+    with returned([A, C], read=read) as unread:
         pass
     assert n_asked() == 3
+    assert unread == [A.label]
 
 
 def test_a_gpu_that_stops_answering_is_waited_for_until_it_answers_again() -> None:
     # A58: unknown after the stop is not free; the third reading says that it still holds 9,000 MiB.
     read, n_asked = reader(states(0), states(None), states(9000), states(0))
-    with returned([A], read=read):
+    with returned([A], read=read) as unread:
         pass
     assert n_asked() == 4
+    assert unread == []
 
 
 def test_a_gpu_that_never_answers_again_is_not_called_busy() -> None:
     read, n_asked = reader(states(0), states(None))
-    with returned([A], read=read, deadline_s=0.01):
+    with returned([A], read=read, deadline_s=0.01) as unread:
         pass
     assert n_asked() >= 2
+    assert unread == [A.label]
 
 
 def test_without_a_gpu_nothing_is_read() -> None:
