@@ -59,6 +59,13 @@ def test_every_test_states_something() -> None:
     assert [f"{file}: {test.name}" for file, test in tests if not states_something(test)] == []
 
 
+def test_no_two_test_modules_have_one_name() -> None:
+    # pytest would collect the first alone and stop, but only where both folders are asked for.
+    names = [file.name for file in FILES if file.name.startswith("test_")]
+    assert len(names) > 50
+    assert sorted(names) == sorted(set(names))
+
+
 def test_no_file_of_tests_imports_another_test_module() -> None:
     # What two of them need lies in conftest, factory, folder, gpus or places.
     imported = [
