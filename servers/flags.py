@@ -16,7 +16,7 @@ def option_name(word: str) -> str:
     return name.split(".", 1)[0].replace("_", "-") if name.startswith("--") else name
 
 
-def means(word: str, option: str) -> bool:
+def may_mean(word: str, option: str) -> bool:
     """Whether vLLM may read ``word`` as ``option``: its name, or the beginning of it."""
     name = option_name(word)
     return name == option or (len(name) > 2 and name.startswith("--") and option.startswith(name))
@@ -26,7 +26,7 @@ def values_of(flags: Sequence[str], option: str, *short: str) -> Iterator[str]:
     """Every value given to ``option``, or to ``short`` names of it, as text, in order."""
     words = [part for flag in flags for part in _parts(flag)]
     for word, value in pairwise(words):
-        if word in short or means(word, option):
+        if word in short or may_mean(word, option):
             yield value
 
 

@@ -120,7 +120,7 @@ def launch(
             cache_dir=cache_dir.resolve(), inherited=os.environ, transfer=transfer,
         )  # fmt: skip
         # On a GPU the memory must be back before the caller may start the next server.
-        with gpu_memory.returned(devices) as unread, serve(
+        with gpu_memory.freed_afterwards(devices) as unread, serve(
             commands, ports=ports, model_name=model_name, log_stem=log_stem,
             ledger=Ledger(ledger, session=session, work=work_dir.name),
             work_dir=work_dir, deadline_s=deadline_s,

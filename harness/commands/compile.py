@@ -21,5 +21,5 @@ def compile_trace(
 
     check_outputs([out], inputs_of(source.trace))
     with ReadProgress() as reading:
-        content = compile_file(source.trace, out, trace_options(source), progress=reading.told)
+        content = compile_file(source.trace, out, trace_options(source), progress=reading.show)
     show_answer(content, as_json=as_json)

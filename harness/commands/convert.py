@@ -42,6 +42,6 @@ def convert(
             chunk_tokens=chunk_tokens,
             model=folder,
             kv_dtype=size.kv_dtype,
-            progress=reading.told,
+            progress=reading.show,
         )
     show_answer(content, as_json=as_json)

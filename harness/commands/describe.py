@@ -10,5 +10,5 @@ def describe(source: TraceArguments, as_json: AsJson = False) -> None:
     from harness.traces.tables import ReadProgress
 
     with ReadProgress() as reading:
-        content = describe_trace(source.trace, trace_options(source), progress=reading.told)
+        content = describe_trace(source.trace, trace_options(source), progress=reading.show)
     show_answer(content, as_json=as_json)

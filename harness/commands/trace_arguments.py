@@ -132,7 +132,7 @@ def load_trace(
             trace_options(source, starts),
             model=model,
             kv_dtype=kv_dtype,
-            progress=reading.told,
+            progress=reading.show,
         )
 
 

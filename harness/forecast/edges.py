@@ -65,7 +65,7 @@ def gpu_edge(requests: Sequence[Request], tiers: TierSpec, *, least_blocks: int)
     """The smallest GPU tier in which every prompt hits what an endless one would, without a host.
 
     A host tier does not change what the GPU tier holds, so this is the edge beside one, too.
-    ``least_blocks`` is what the server needs to start. Raises ValueError where a prompt does not
+    ``least_blocks`` is what the server needs to start. Raises SpecError where a prompt does not
     fit that.
     """
     alone = replace(tiers, host=None, host_chunks=None, host_bytes=None, chunk_bytes=None)

@@ -7,7 +7,7 @@ from typing import Any
 from harness.plan.arms import BASELINE, CONTROL, treatments
 from harness.plan.plan import BUILT_IN_ARMS, ArmSection, Plan
 from harness.plan.rule import unknown_pass
-from servers.flags import means
+from servers.flags import may_mean
 from servers.tiers.registry import SERVED
 from sim.tiers.gpu_pool import usable_tokens
 from sim.tiers.registry import MODELS
@@ -130,7 +130,7 @@ def _arms_problems(plan: Plan) -> Iterator[str]:
 def _words_problems(where: str, arm: ArmSection) -> Iterator[str]:
     """What a process cannot be given, or kvcliff gives itself."""
     for flag in arm.flags:
-        ours = next((option for option in _OURS if means(flag, option)), None)
+        ours = next((option for option in _OURS if may_mean(flag, option)), None)
         if ours is not None:
             meant = "" if flag.split("=")[0] == ours else f" (vLLM reads it as {ours})"
             yield f"{where}.flags has {flag}, which kvcliff sets itself for every arm{meant}"

@@ -107,7 +107,7 @@ class ReadProgress:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def told(self, done: int, total: int | None, name: str) -> None:
+    def show(self, done: int, total: int | None, name: str) -> None:
         """``done`` of ``total`` bytes (None: not known) are read; ``name`` is the file now."""
         self._bars.update(self._task, completed=done, total=total, description=f"reading {name}")
 

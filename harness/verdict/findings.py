@@ -75,8 +75,8 @@ def _is_idle(run: Reconciliation, session: str, seen: SessionAccount) -> bool:
 
     A connector of the plan's own may have another purpose.
     """
-    label, plan = run.arm_of(session), run.plan
-    if label is None or (tier := plan.arm(label).tier) is None or seen.is_exact or seen.loaded:
+    arm, plan = run.arm_of(session), run.plan
+    if arm is None or (tier := plan.arm(arm).tier) is None or seen.is_exact or seen.loaded:
         return False
     unit = plan.server.block_size if SERVED[tier].keeps_blocks else plan.host.chunk_tokens
     return plan.workload.document_tokens >= unit and seen.found_nowhere > 0

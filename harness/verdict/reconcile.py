@@ -70,8 +70,8 @@ class Reconciliation:
 
     def has_host(self, session: str) -> bool | None:
         """Whether the plan gives ``session`` a host tier; None for a session it does not have."""
-        label = self.arm_of(session)
-        return None if label is None else self.plan.arm(label).connector_class is not None
+        arm = self.arm_of(session)
+        return None if arm is None else self.plan.arm(arm).connector_class is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ States = Mapping[str, GpuState]
 
 
 @contextmanager
-def returned(
+def freed_afterwards(
     devices: Sequence[Device], *, read: Reader | None = None, deadline_s: float = 60.0
 ) -> Iterator[list[str]]:
     """Around a server's life: afterwards, wait until each of its devices is as free as before.

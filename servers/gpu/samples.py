@@ -32,7 +32,7 @@ _NUMBERS: Final = (
 
 
 class GpuSamples:
-    """States of some devices over one session; ``take`` and ``mark`` may come from two threads."""
+    """States of some devices over one session; ``take_sample`` and ``mark`` may come from two threads."""
 
     def __init__(self, devices: Sequence[Device], read: Reader) -> None:
         self._devices = devices
@@ -45,7 +45,7 @@ class GpuSamples:
         if self._devices:
             self._moments[moment] = self._read()
 
-    def take(self) -> None:
+    def take_sample(self) -> None:
         """One reading; those between ``ready`` and ``end`` count as taken under load."""
         if "ready" in self._moments and "end" not in self._moments:
             self._taken.append(self._read())
@@ -168,7 +168,7 @@ def _comparable(sessions: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str
 
 def _sample(samples: GpuSamples, stop: threading.Event, period_s: float) -> None:
     while not stop.wait(period_s):
-        samples.take()
+        samples.take_sample()
 
 
 def _summary(states: Sequence[GpuState]) -> dict[str, Any]:

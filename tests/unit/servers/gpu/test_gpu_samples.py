@@ -40,7 +40,7 @@ def record_of(*states: GpuState, card: Device = CARD) -> dict[str, Any]:
     samples.mark("start")
     samples.mark("ready")
     while len(left) > 1:
-        samples.take()
+        samples.take_sample()
     samples.mark("end")
     record = samples.record()
     assert record is not None
@@ -75,10 +75,10 @@ def test_a_gpu_that_says_nothing_has_null_for_every_number_and_no_warning() -> N
 
 def test_readings_before_the_servers_are_ready_are_not_load() -> None:
     samples = GpuSamples([CARD], lambda: {UUID_A: HOT})
-    samples.take()
+    samples.take_sample()
     samples.mark("ready")
     samples.mark("end")
-    samples.take()
+    samples.take_sample()
     record = samples.record()
     assert record is not None
     assert record["devices"][0]["under_load"]["n_samples"] == 2
