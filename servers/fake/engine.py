@@ -1,7 +1,7 @@
 """What the loopback server keeps: its tiers, its counters as both engines publish them, its ledger.
 
 Metric names and labels are those of vLLM 0.32.0 (``v1/metrics/loggers.py``); what a host tier adds is
-in ``servers.fake.offload`` and ``servers.fake.lmcache``.
+in its file of ``servers/tiers``.
 """
 
 import hashlib
@@ -12,11 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from servers.fake.pages import Sample, Series, Values, is_vllms, render, series
-from servers.fake.play import TierNow
+from servers.fake.pages import Series, Values, is_vllms, render, series
 from servers.fake.script import Script
 from servers.fake.spec import FakeSpec
-from servers.fake.tiers import play_of, simulated
+from servers.tiers.play import Sample, TierNow
 from sim.predict import Prediction, Predictor
 
 VLLM_COUNTERS: Mapping[str, tuple[str, ...]] = {
@@ -53,8 +52,8 @@ class FakeEngine:
         self.ledger: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         drop_stores = bool(script.always().get("drop_stores"))
-        self._play = play_of(spec.kind)
-        self._predictor = Predictor(simulated(spec, drop_stores=drop_stores))
+        self._play = spec.play()
+        self._predictor = Predictor(spec.tiers(drop_stores=drop_stores))
         self._open_store = (0, 0.0)  # chunks, and until when
         self._created = time.time()
         self._arrived = 0

@@ -2,9 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-Sample = tuple[str, tuple[tuple[str, str], ...], float]
-"""A sample's whole name, its labels, and a value."""
-
 Series = tuple[str, tuple[tuple[str, str], ...]]
 Values = dict[Series, float]
 

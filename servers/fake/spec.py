@@ -1,28 +1,28 @@
 """What the loopback server pretends to be: its sizes, its tiers, and what it was started with."""
 
 from dataclasses import dataclass
+from typing import Final
 
+from servers.tiers.play import Play, PlayedTier
 from servers.tiers.registry import SERVED
-from sim.tiers.host import align_up
-from sim.tiers.settings import DEFAULT_KIND, HostSettings, TierKind
+from sim.tiers.registry import with_host
+from sim.tiers.settings import DEFAULT_KIND, TierKind
+from sim.tiers.spec import TierSpec
+
+_UNLIMITED_TOKENS: Final = 2**31
+"""Batch size of the fake: every prompt is one prefill step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FakeSpec(HostSettings):
-    """The server pretended: sizes as in ``sim.predict.TierSpec``; ``chunk_bytes`` per chunk.
+class FakeSpec(PlayedTier):
+    """The server pretended: sizes as in ``sim.predict.TierSpec``.
 
-    ``host_chunks`` None: no host tier, and ``host_kind`` says nothing. ``host_bytes`` None: exactly
-    those chunks, aligned. ``kv_offloading_size``: the option of that name, as vLLM says it.
-    ``max_model_len`` in tokens, prompt and output.
+    ``host_kind`` says nothing where ``host_chunks`` is None. ``kv_offloading_size``: the option of
+    that name, as vLLM says it. ``max_model_len`` in tokens, prompt and output.
     """
 
-    model_name: str = "fake"
-    block_size: int = 32
     num_gpu_blocks: int = 64
     host_kind: TierKind = DEFAULT_KIND
-    host_chunks: int | None = None
-    chunk_bytes: int = 2**20
-    host_bytes: int | None = None
     prefix_caching: bool = True
     kv_offloading_size: str = "None"
     max_model_len: int = 32768
@@ -38,10 +38,26 @@ class FakeSpec(HostSettings):
         """Whether LMCache answers on a port of its own."""
         return self.kind is not None and SERVED[self.kind].has_lmcache
 
-    def bytes_of(self, n_tokens: int) -> int:
-        """KV of so many tokens."""
-        return n_tokens * self.chunk_bytes // self.chunk_tokens
+    def play(self) -> Play:
+        """How its host tier shows."""
+        return Play() if self.kind is None else SERVED[self.kind].play()
 
-    def total_host_bytes(self) -> int:
-        """Bytes of the whole host tier."""
-        return self.host_bytes or (self.host_chunks or 0) * align_up(self.chunk_bytes)
+    def tiers(self, *, drop_stores: bool = False) -> TierSpec:
+        """The tiers behind the answers; ``drop_stores``: a host tier that holds nothing ever."""
+        gpu_only = TierSpec(
+            block_size=self.block_size,
+            num_gpu_blocks=self.num_gpu_blocks,
+            max_num_batched_tokens=_UNLIMITED_TOKENS,
+            engine=self.version,
+            prefix_caching=self.prefix_caching,
+        )
+        if self.kind is None or drop_stores:
+            return gpu_only
+        return with_host(
+            gpu_only,
+            self.play().simulated_as or self.kind,
+            self,
+            chunks=self.host_chunks,
+            host_bytes=self.host_bytes,
+            chunk_bytes=self.chunk_bytes,
+        )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from servers.errors import LaunchError
 from servers.ports import Ports
+from servers.tiers.play import Play
 from sim.tiers.settings import DEFAULT_KIND, HostSettings, TierKind
 
 if TYPE_CHECKING:  # a plan knows tiers and talks to nobody
@@ -88,6 +89,10 @@ class ServedTier(ABC):
         """What those facts must be beside the size."""
         del host
         return {}
+
+    @abstractmethod
+    def play(self) -> Play:
+        """How the scripted server shows it."""
 
     def seen_connector(self, name: str, log: str) -> str:
         """``name``, or what else ``log`` shows to have run under it."""

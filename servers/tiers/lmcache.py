@@ -1,5 +1,6 @@
 """LMCache in vLLM's process (``LMCacheConnectorV1``; LMCache 0.5.6, vLLM 0.32)."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from servers.errors import LaunchError
@@ -15,7 +16,9 @@ from servers.tiers.base import (
     needed_url,
     transfer_config,
 )
+from servers.tiers.play import Play, Sample, TierNow
 from sim.geometry import host_bytes
+from sim.units import GIB
 
 _KEYS: Final = (
     "chunk_size", "local_cpu", "max_local_cpu_size", "cache_policy", "save_unfull_chunk",
@@ -95,6 +98,44 @@ class LMCacheInProcess(ServedTier):
     def seen_connector(self, name: str, log: str) -> str:
         """vLLM's own copy of the connector goes by the same name."""
         return f"{name} of vLLM's own copy" if _VLLMS_COPY in log else name
+
+    def play(self) -> Play:
+        """As ``InProcessPlay`` says."""
+        return InProcessPlay()
+
+
+class InProcessPlay(Play):
+    """Its internal API; its counters come too late to be shown."""
+
+    def gauges(self, now: TierNow) -> Iterator[Sample]:
+        """Of the worker, and of the scheduler's half of the connector: always 0."""
+        is_healthy = not now.faults.get("unhealthy")
+        for role, chunks, health in (("scheduler", 0, False), ("worker", now.resident, is_healthy)):
+            labels = (
+                ("model_name", "model"),
+                ("role", role),
+                ("served_model_name", now.spec.model_name),
+                ("worker_id", "0"),
+            )
+            pinned = int(now.faults.get("pinned_chunks", 0))
+            yield "lmcache:local_cpu_hot_cache_count", labels, chunks
+            yield "lmcache:pin_monitor_pinned_objects_count", labels, pinned
+            yield "lmcache:lmcache_is_healthy", labels, float(health)
+
+    def pages(self, now: TierNow) -> Mapping[str, object]:
+        settings = {
+            "chunk_size": now.spec.chunk_tokens,
+            "local_cpu": True,
+            "max_local_cpu_size": now.spec.total_host_bytes() / GIB,
+            "cache_policy": now.spec.policy,
+            "save_unfull_chunk": False,
+            "use_layerwise": False,
+            "enable_async_loading": False,
+            "local_disk": None,
+            "remote_url": None,
+        }
+        changed: Mapping[str, Any] = now.faults.get("lmcache_conf", {})
+        return {"/lmc_version": "0.5.6", "/conf": {**settings, **changed}}
 
 
 TIER = LMCacheInProcess()

@@ -1,6 +1,7 @@
 """LMCache's server beside vLLM (``LMCacheMPConnector``; LMCache 0.5.6, vLLM 0.32)."""
 
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from servers.errors import LaunchError
@@ -17,6 +18,8 @@ from servers.tiers.base import (
     needed_url,
     transfer_config,
 )
+from servers.tiers.play import Play, PlayedTier, Sample, TierNow
+from sim.predict import Prediction
 
 # The module behind the `lmcache` command; `lmcache.v1.multiprocess.server` would start without the
 # HTTP server that carries /metrics, /status and /config (LMCache 0.5.6).
@@ -100,18 +103,93 @@ class LMCacheServer(ServedTier):
 
     def wanted(self, host: HostTier) -> dict[str, object]:
         """Everything it was given."""
-        return {
-            "chunk_tokens": host.chunk_tokens,
-            "policy": host.policy,
-            "watermark": host.watermark,
-            "evict_ratio": host.evict_ratio,
-        }
+        return host.settings()
 
     def seen_connector(self, name: str, log: str) -> str:
         """vLLM's own copy of the connector has the same name in the line that counts."""
         if _UPSTREAM.search(log):
             return f"{name}Upstream"
         return name if _EXTERNAL in log else f"{name} of unknown origin"
+
+    def play(self) -> Play:
+        """As ``ServerPlay`` says."""
+        return ServerPlay()
+
+
+class ServerPlay(Play):
+    """A counter appears with its first event, as OpenTelemetry's exporter does it; pages have what
+    is read of them."""
+
+    def loaded(self, spec: PlayedTier, served: Prediction, *, evicted: int) -> Iterator[Sample]:
+        chunk = spec.chunk_tokens
+        asked = served.split.prompt_tokens // chunk
+        lookup = (("cache_salt", ""), ("model_name", spec.model_name))
+        store = (("cache_salt", ""), ("l1_tag", "_default"))
+        lost = asked - served.hit_chunks - served.stored_chunks
+        for name, labels, n in (
+            ("lookup_requested_tokens", lookup, asked * chunk),
+            ("lookup_hit_tokens", lookup, served.hit_chunks * chunk),
+            ("lookup_hit_l1_tokens", lookup, served.hit_chunks * chunk),
+            ("lookups_requests", lookup, 1),
+            ("l1_write_chunks", store, served.stored_chunks),
+            # LMCache counts released read locks here, loaded or not: more than was loaded.
+            ("l1_read_chunks", store, served.hit_chunks),
+            ("l1_allocation_failure_chunks", (("during", "l1_store"), lookup[1]), lost),
+            ("l1_evicted_chunks", store, evicted),
+        ):
+            if n:
+                yield f"lmcache_mp_{name}_total", labels, n
+
+    def gauges(self, now: TierNow) -> Iterator[Sample]:
+        tag = (("backend", "dram"), ("l1_tag", "_default"))
+        yield "lmcache_mp_event_bus_queue_depth", (), 0
+        yield "lmcache_mp_l1_memory_usage_bytes", tag, now.used_bytes
+        yield "lmcache_mp_l1_usage_ratio", tag, now.usage
+        yield "lmcache_mp_l1_staging_bytes", tag, 0
+        yield "lmcache_mp_active_prefetch_jobs", (), 0
+
+    def pages(self, now: TierNow) -> Mapping[str, object]:
+        return {
+            "/healthcheck": {"status": "healthy"},
+            "/status": _status(now),
+            "/config": _config(now.spec),
+        }
+
+
+def _status(now: TierNow) -> dict[str, Any]:
+    manager = {
+        "total_object_count": now.resident,
+        "write_locked_count": 0,
+        "read_locked_count": 0,
+        "staging_object_count": 0,
+        "memory_used_bytes": now.used_bytes,
+        "memory_usage_ratio": now.usage,
+    }
+    return {
+        "active_sessions": 0,
+        "active_prefetch_jobs": 0,
+        "storage_manager": {
+            "l1_managers": {"_default": manager},
+            "l1_eviction_controllers": {"_default": _eviction(now.spec)},
+        },
+    }
+
+
+def _config(spec: PlayedTier) -> dict[str, Any]:
+    memory = {"size_in_bytes": spec.total_host_bytes()}
+    manager = {"memory_config": memory, "eviction": _eviction(spec)}
+    return {
+        "mp": {"chunk_size": spec.chunk_tokens},
+        "storage_manager": {"l1_manager_config": manager},
+    }
+
+
+def _eviction(spec: PlayedTier) -> dict[str, Any]:
+    return {
+        "eviction_policy": spec.policy,
+        "trigger_watermark": spec.watermark,
+        "eviction_ratio": spec.evict_ratio,
+    }
 
 
 TIER = LMCacheServer()

@@ -1,8 +1,4 @@
-"""The kinds of host tier that can be started: a file of this folder each.
-
-A new kind is a name in ``sim.tiers.settings.TierKind``, one file in each of ``sim/tiers``,
-``servers/tiers`` and ``harness/counters/tiers``, and a line in each of their registries.
-"""
+"""The kinds of host tier that can be started: a file of this folder each."""
 
 from collections.abc import Mapping
 from typing import Final, assert_never

@@ -19,7 +19,7 @@ from servers.fake.server import FakeServer
 from servers.fake.spec import FakeSpec
 from tests.places import DATA, ROOT
 
-FAKE_FILES = tuple((ROOT / "servers" / "fake").glob("*.py"))
+FAKE_FILES = [*(ROOT / "servers" / "fake").glob("*.py"), *(ROOT / "servers" / "tiers").glob("*.py")]
 RECORDED = DATA / "vllm-0.32.0-stream.sse"
 # 5 usable blocks of 32 hold one prompt of 150 tokens; chunks of 64: two of them per prompt.
 SMALL = FakeSpec(model_name="m", num_gpu_blocks=6, host_chunks=40, chunk_tokens=64)
@@ -153,7 +153,9 @@ def test_usage_ratio_is_exact_to_the_byte_when_the_store_is_no_whole_number_of_c
     )  # fmt: skip
     server = fake_server(spec)
     ask(server, list(range(100, 292)))  # 192 tokens: 3 chunks
-    manager = get(f"{server.lmcache_url}/status").json()["storage_manager"]["l1_manager"]
+    manager = get(f"{server.lmcache_url}/status").json()["storage_manager"]["l1_managers"][
+        "_default"
+    ]
     assert manager["total_object_count"] == 3
     assert manager["memory_usage_ratio"] == pytest.approx(3 / 4.5)
 

@@ -21,7 +21,6 @@ from servers.errors import LaunchError
 from servers.fake.__main__ import main as fake_main
 from servers.fake.server import FakeServer
 from servers.fake.spec import FakeSpec
-from servers.fake.tiers import simulated
 from servers.launch import Running
 from servers.probe import probe
 from servers.tiers.base import HostTier
@@ -97,7 +96,7 @@ def replayed(
 
 
 def predicted(spec: FakeSpec) -> Iterator[Prediction]:
-    predictor = Predictor(simulated(spec))
+    predictor = Predictor(spec.tiers())
     for request in WORKLOAD.requests:
         yield predictor.request(request.prompt, request.output_tokens)
 

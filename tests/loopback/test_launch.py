@@ -499,7 +499,7 @@ def test_readiness_leaves_nothing_in_a_cache(run):
     # One prompt token and two output tokens fill no block: the counters know the request, no tier.
     with run(TIER) as running:
         text = httpx.get(f"{running.lmcache_url}/status", trust_env=False).json()
-        assert text["storage_manager"]["l1_manager"]["total_object_count"] == 0
+        assert text["storage_manager"]["l1_managers"]["_default"]["total_object_count"] == 0
         metrics = httpx.get(f"{running.base_url}/metrics", trust_env=False).text
         (usage,) = [line for line in metrics.splitlines() if line.startswith("vllm:kv_cache_usage")]
         assert usage.endswith((" 0", " 0.0"))
