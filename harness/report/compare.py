@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from harness.errors import InputError
-from harness.verdict.measured import JsonObject, Result, Spread, Statistics
+from harness.verdict.measured import JsonObject, RatioRange, Result, Spread, Statistics
 from harness.verdict.schema import Summary, Verdict, read_published
 
 COMPARE_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
@@ -33,15 +33,6 @@ class Change(Result):
     says: Literal["changed", "no change shown", "too few sessions", "no sessions"]
 
 
-class RunRatio(Result):
-    """Baseline ÷ treatment of one run in one pass."""
-
-    ratio: float
-    low: float
-    high: float
-    interval: str
-
-
 class Comparison(Result):
     """Every later run against the first; lists of runs are in the order given."""
 
@@ -49,7 +40,7 @@ class Comparison(Result):
     runs: list[str]
     direction: str
     passes: dict[str, dict[str, list[Change]]]
-    ratios: dict[str, list[RunRatio | None]]
+    ratios: dict[str, list[RatioRange | None]]
     verdicts: list[Verdict]
 
 
@@ -157,11 +148,9 @@ def _spread(statistics: Statistics, pass_name: str, arm: str) -> Spread:
     return spread if spread and spread.low_ms else Spread(n=0)
 
 
-def _ratio(statistics: Statistics, pass_name: str) -> RunRatio | None:
+def _ratio(statistics: Statistics, pass_name: str) -> RatioRange | None:
     pairs = statistics.pairs_in(pass_name)
-    if pairs is None:
-        return None
-    return RunRatio(ratio=pairs.ratio, low=pairs.low, high=pairs.high, interval=pairs.interval)
+    return pairs and RatioRange(**pairs.model_dump(include=set(RatioRange.model_fields)))
 
 
 def comparison_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:

@@ -10,7 +10,7 @@ from typing import Any
 from harness.plan.arms import CONTROL, treatments
 from harness.plan.rule import DecisionSection
 from harness.verdict.cost import Sizes, cost_of, not_established
-from harness.verdict.measured import ArmCell, Pass, Statistics
+from harness.verdict.measured import ArmCell, Statistics
 from harness.verdict.schema import Decision, DecisionEvidence, Reason, ReconcileFile, Verdict
 
 # With two blocks, the low end must clear the run's own noise squared: whatever the noise between
@@ -257,8 +257,8 @@ def _control(
             message=f"the control loaded {loaded:,} tokens from the host: a tier acted where none "
             "is due",
         )
-    cold = statistics.passes.get(sizes.passes[0]) if sizes else None
-    drift = _control_drift(cold, statistics.compared) if cold else None
+    cold = statistics.arms_in(sizes.passes[0]) if sizes else {}
+    drift = _control_drift(cold, statistics.compared)
     if drift is not None and not 1 / rule.max_control_drift <= drift <= rule.max_control_drift:
         yield Reason(
             code="control-moved",
@@ -281,10 +281,10 @@ def _failed_control(statistics: Statistics, sizes: Sizes) -> Iterator[Reason]:
             return
 
 
-def _control_drift(cold: Pass, compared: Sequence[str | None]) -> float | None:
+def _control_drift(cold: Mapping[str, ArmCell], compared: Sequence[str | None]) -> float | None:
     """Control ÷ the arms, of the medians of the session medians; None when one has none."""
-    control = _session_medians(cold.arms, (CONTROL,))
-    others = _session_medians(cold.arms, compared)
+    control = _session_medians(cold, (CONTROL,))
+    others = _session_medians(cold, compared)
     if not control or not others or median(others) <= 0:
         return None
     return median(control) / median(others)

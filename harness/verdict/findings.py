@@ -23,7 +23,11 @@ def findings_of(run: Reconciliation, account: Account) -> list[Finding]:
         *_gpus(run),
         *_no_effect_possible(run, account),
         *([table.ledgers_disagree(account.disagreeing)] if account.disagreeing.n else []),
-        *_dropped_stores(account),
+        *(
+            table.stores_dropped(session, chunks=seen.dropped_chunks)
+            for session, seen in account.sessions.items()
+            if seen.dropped_chunks
+        ),
         *_client(account),
         *map(table.torn_journal, run.notes),
     ]
@@ -93,35 +97,27 @@ def _outputs(run: Reconciliation, outputs: Outputs) -> Iterator[Finding]:
         yield table.outputs_constant(outputs)
 
 
-_EQUAL_FACTS = ("vllm_version", "lmcache_version", "block_size")
-
-
 def _servers(run: Reconciliation, account: Account) -> Iterator[Finding]:
     facts = {name: session.facts for name, session in run.manifest.sessions.items()}
     yield from _servers_unlike_the_plan(run, account, facts)
-    for fact in _EQUAL_FACTS:
-        values = {
-            name: value for name, f in facts.items() if (value := getattr(f, fact)) is not None
-        }
+    for fact, values in _equal_facts(run, facts):
         if len(set(values.values())) > 1:
             yield table.servers_differ(fact, values)
+
+
+def _equal_facts(
+    run: Reconciliation, facts: dict[str, ServerFacts]
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """What must be one in all sessions: name, and values by session."""
+    for fact in ("vllm_version", "lmcache_version", "block_size"):
+        known = {name: getattr(f, fact) for name, f in facts.items()}
+        yield fact, {name: value for name, value in known.items() if value is not None}
     # Baseline and treatment have one capacity between them, every control session another.
     for is_control in (False, True):
-        capacity = {
-            name: f.num_gpu_blocks
-            for name, f in facts.items()
-            if (run.arm_of(name) == CONTROL) == is_control
-        }
-        if len(set(capacity.values())) > 1:
-            yield table.servers_differ("num_gpu_blocks", capacity)
-    gpus = {
-        name: tuple(device.uuid for device in gpu.devices)
-        for name, gpu in _gpu_records(run).items()
-    }
-    if len(set(gpus.values())) > 1:
-        yield table.servers_differ(
-            "the GPU", {name: "+".join(uuids) for name, uuids in gpus.items()}
-        )
+        of_kind = [name for name in facts if (run.arm_of(name) == CONTROL) == is_control]
+        yield "num_gpu_blocks", {name: facts[name].num_gpu_blocks for name in of_kind}
+    gpus = _gpu_records(run).items()
+    yield "the GPU", {name: "+".join(device.uuid for device in gpu.devices) for name, gpu in gpus}
 
 
 def _gpus(run: Reconciliation) -> Iterator[Finding]:
@@ -180,12 +176,6 @@ def _no_effect_possible(run: Reconciliation, account: Account) -> Iterator[Findi
             yield table.no_effect_possible(session)
         if config == CONTROL and loads > 0:
             yield table.control_too_small(session, loads=loads)
-
-
-def _dropped_stores(account: Account) -> Iterator[Finding]:
-    for session, seen in account.sessions.items():
-        if seen.dropped_chunks:
-            yield table.stores_dropped(session, chunks=seen.dropped_chunks)
 
 
 def _client(account: Account) -> Iterator[Finding]:

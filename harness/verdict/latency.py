@@ -6,10 +6,11 @@ measured stay apart: the answer holds predictions, and how far they were off.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from harness.errors import InputError
 from harness.plan.arms import BASELINE, CONTROL
@@ -19,7 +20,6 @@ from harness.record.row import Row
 from harness.verdict.latency_result import (
     BreakEven,
     Calibration,
-    CoefficientEntry,
     Errors,
     HeldOut,
     Label,
@@ -47,6 +47,7 @@ CALIBRATION_RULE = (
     "The other complete rows with known sources are held out"
 )
 GB = 1e9
+Group = TypeVar("Group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def check_rows(rows: Iterable[Row], *, run: str, where: str) -> LatencyCheck:
             f"{where} has no row to calibrate on: {len(usable)} complete rows with known sources",
             hint="measure a cold pass to its end",
         )
-    model = fit(_measured(row) for row in calibration)
+    model = fit(MeasuredTtft(shape_of(row), _seconds(row)) for row in calibration)
     tested = [
         Tested(row, model.predict(shape_of(row), extrapolate=True), _seconds(row))
         for row in held_out
@@ -113,12 +114,15 @@ def check_rows(rows: Iterable[Row], *, run: str, where: str) -> LatencyCheck:
         calibration_rule=CALIBRATION_RULE,
         calibration=_calibration(model, calibration),
         left_out=dict(left_out),
-        coefficients={c.name: CoefficientEntry(**asdict(c)) for c in model.coefficients},
+        coefficients={c.name: c for c in model.coefficients},
         only_together=list(model.groups),
         held_out=HeldOut(
             **errors_of(inside).as_json(),
             by_split=_by_split(inside),
-            by_session={name: errors_of(group) for name, group in _by_session(inside).items()},
+            by_session={
+                name: errors_of(group)
+                for name, group in _grouped(inside, lambda test: test.row.session).items()
+            },
         ),
         extrapolated=_by_split(outside),
         break_even=_break_even(model, calibration),
@@ -133,13 +137,13 @@ def split_rows(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     met: Counter[Shape] = Counter()
     for row in rows:
         if row.pass_name == first_pass or row.config == CONTROL:
-            calibration.append(row)
-            continue
-        is_second = False
-        if row.config != BASELINE:
-            is_second = met[shape_of(row)] % 2 == 1
+            is_held_out = False
+        elif row.config == BASELINE:
+            is_held_out = True
+        else:
             met[shape_of(row)] += 1
-        (held_out if is_second or row.config == BASELINE else calibration).append(row)
+            is_held_out = met[shape_of(row)] % 2 == 0
+        (held_out if is_held_out else calibration).append(row)
     return calibration, held_out
 
 
@@ -194,10 +198,6 @@ def _unusable(row: Row) -> str | None:
     return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
-def _measured(row: Row) -> MeasuredTtft:
-    return MeasuredTtft(shape_of(row), _seconds(row))
-
-
 def _seconds(row: Row) -> float:
     assert row.ttft_ms is not None
     return row.ttft_ms / 1e3
@@ -216,9 +216,7 @@ def _calibration(model: LatencyModel, rows: Sequence[Row]) -> Calibration:
 
 def _by_split(tested: Sequence[Tested]) -> list[SplitErrors]:
     """One entry an arm and token split."""
-    groups: dict[tuple[str, Shape], list[Tested]] = defaultdict(list)
-    for test in tested:
-        groups[test.row.config, shape_of(test.row)].append(test)
+    groups = _grouped(tested, lambda test: (test.row.config, shape_of(test.row)))
     return [_split_errors(arm, shape, group) for (arm, shape), group in groups.items()]
 
 
@@ -237,10 +235,10 @@ def _split_errors(arm: str, shape: Shape, group: Sequence[Tested]) -> SplitError
     )
 
 
-def _by_session(tested: Sequence[Tested]) -> Mapping[str, list[Tested]]:
-    groups: dict[str, list[Tested]] = defaultdict(list)
+def _grouped(tested: Sequence[Tested], of: Callable[[Tested], Group]) -> dict[Group, list[Tested]]:
+    groups: dict[Group, list[Tested]] = defaultdict(list)
     for test in tested:
-        groups[test.row.session].append(test)
+        groups[of(test)].append(test)
     return groups
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from harness.verdict.measured import Result
+from sim.latency.model import Coefficient
 
 Label = Literal["predicted", "extrapolated"]
 
@@ -20,7 +21,7 @@ class Errors(Result):
     interval_coverage: float | None = None
 
 
-class SplitErrors(Result):
+class SplitErrors(Errors):
     """The held-out rows of one arm and token split: the prediction, the measured median beside it."""
 
     arm: str = Field(alias="config")
@@ -34,12 +35,6 @@ class SplitErrors(Result):
     predicted_low_ms: float | None
     predicted_high_ms: float | None
     measured_p50_ms: float
-    n: int
-    median_absolute_percentage_error: float | None
-    worst_absolute_percentage_error: float | None
-    median_percentage_error: float | None
-    n_with_interval: int | None
-    interval_coverage: float | None
 
 
 class HeldOut(Errors):
@@ -58,16 +53,6 @@ class Calibration(Result):
     relative_residual_sd: float | None
     interval_quantile: float | None
     ranges: dict[str, tuple[float, float]]
-
-
-class CoefficientEntry(Result):
-    """See ``sim.latency.model.Coefficient``."""
-
-    name: str
-    unit: str
-    used: float
-    standard_error: float | None
-    status: str
 
 
 class LoadSize(Result):
@@ -111,7 +96,7 @@ class LatencyCheck(Result):
     calibration_rule: str
     calibration: Calibration
     left_out: dict[str, int]
-    coefficients: dict[str, CoefficientEntry]
+    coefficients: dict[str, Coefficient]
     only_together: list[str]
     held_out: HeldOut
     extrapolated: list[SplitErrors]

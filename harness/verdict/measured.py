@@ -99,13 +99,18 @@ class DocumentRatio(Result):
     difference_ms: float
 
 
-class Paired(Result):
-    """Baseline against treatment, paired by document inside each block."""
+class RatioRange(Result):
+    """Baseline ÷ treatment, and where it may lie."""
 
     ratio: float = Field(description="median of the blocks' ratios")
     low: float
     high: float
-    interval: str
+    interval: str = Field(description="what low and high are, in words")
+
+
+class Paired(RatioRange):
+    """Baseline against treatment, paired by document inside each block."""
+
     interval_kind: Literal["range", "bootstrap"]
     difference_ms: Interval
     blocks: list[Block]

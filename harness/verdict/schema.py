@@ -17,7 +17,7 @@ from harness.forecast.cliff import Cliff
 from harness.plan.rule import DecisionSection
 from harness.record.row import Predicted, Sample
 from harness.record.versions import check_version
-from harness.verdict.measured import SCHEMA, JsonObject, Result, Statistics
+from harness.verdict.measured import SCHEMA, JsonObject, RatioRange, Result, Statistics
 
 Code = NewType("Code", str)
 """Of a row of ``finding_table``, where alone one is made; in a file, perhaps another kvcliff's."""
@@ -32,13 +32,9 @@ class Reason(Result):
     message: str
 
 
-class DecisionEvidence(Result):
+class DecisionEvidence(RatioRange):
     """What the verdict was taken from."""
 
-    ratio: float
-    low: float
-    high: float
-    interval: str
     interval_kind: Literal["range", "bootstrap"]
     n_blocks: int
     n_documents: int

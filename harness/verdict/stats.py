@@ -104,10 +104,19 @@ def _pass(total: Tally, name: str, treatment: str | None) -> Pass:
 def _arm(sessions: Mapping[str, PassRows]) -> ArmCell:
     cells = {name: cell_of(rows.ttft_ms) for name, rows in sessions.items()}
     medians = [cell.p50_ms for cell in cells.values() if cell.p50_ms is not None]
+    tokens: Counter[str] = Counter()
+    for rows in sessions.values():
+        tokens.update(rows.tokens)
     return ArmCell(
         **cell_of(chain.from_iterable(rows.ttft_ms for rows in sessions.values())).as_json(),
         failed=sum(rows.failed for rows in sessions.values()),
-        tokens=token_sums(sessions.values()),
+        tokens=TokenSums(
+            loaded_bytes=tokens.get("loaded_bytes"),
+            stored=tokens.get("stored"),
+            **{
+                name: tokens[name] for name in ("n", "prompt", "computed", "gpu_hit", "host_loaded")
+            },
+        ),
         settle_p50_ms=_median(chain.from_iterable(rows.settle_ms for rows in sessions.values())),
         session_medians=_spread(medians),
         sessions=cells,
@@ -126,25 +135,6 @@ def cell_of(times: Iterable[float]) -> Cell:
         p90_ms=quantiles(values, n=10, method="inclusive")[8] if has_p90 else None,
         min_ms=values[0],
         max_ms=values[-1],
-    )
-
-
-def token_sums(parts: Iterable[PassRows]) -> TokenSums:
-    """Prompt tokens by source over the attributed rows, and how many rows those are.
-
-    ``loaded_bytes`` and ``stored`` are None where no row knows them.
-    """
-    total: Counter[str] = Counter()
-    for rows in parts:
-        total.update(rows.tokens)
-    return TokenSums(
-        n=total["n"],
-        prompt=total["prompt"],
-        computed=total["computed"],
-        gpu_hit=total["gpu_hit"],
-        host_loaded=total["host_loaded"],
-        loaded_bytes=total.get("loaded_bytes"),
-        stored=total.get("stored"),
     )
 
 

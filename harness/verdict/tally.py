@@ -4,7 +4,7 @@ A million rows take about 30 MB here, so a journal of any length is summarized w
 """
 
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -44,7 +44,7 @@ class Session:
 
     arm: str
     order: int
-    passes: dict[str, PassRows] = field(default_factory=dict)
+    passes: dict[str, PassRows] = field(default_factory=lambda: defaultdict(PassRows))
     warmup: PassRows = field(default_factory=PassRows)
 
 
@@ -80,14 +80,11 @@ def tally(rows: Iterable[Sample], *, block_size: int) -> Tally:
         session = total.sessions.get(row.session)
         if session is None:
             session = total.sessions[row.session] = Session(row.config, row.order)
-        if row.phase != "measure":
-            _add(session.warmup, row, block_size)
-            continue
-        met = session.passes.get(row.pass_name)
-        if met is None:
-            met = session.passes[row.pass_name] = PassRows()
+        if row.phase == "measure":
             total.passes[row.pass_name] = None
-        _add(met, row, block_size)
+            _add(session.passes[row.pass_name], row, block_size)
+        else:
+            _add(session.warmup, row, block_size)
     return total
 
 
@@ -121,10 +118,8 @@ def _add(met: PassRows, row: Sample, block_size: int) -> None:
 def _add_span(met: PassRows, row: Sample) -> None:
     sent = row.sent_unix_ns
     ended = sent + int((row.total_ms or 0) * 1e6)
-    if met.began_ns is None or sent < met.began_ns:
-        met.began_ns = sent
-    if met.ended_ns is None or ended > met.ended_ns:
-        met.ended_ns = ended
+    met.began_ns = sent if met.began_ns is None else min(met.began_ns, sent)
+    met.ended_ns = ended if met.ended_ns is None else max(met.ended_ns, ended)
 
 
 def source_class(row: Sample, block_size: int) -> str | None:
