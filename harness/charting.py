@@ -8,7 +8,7 @@ on a page light, dark and print need no second drawing; on paper that is ink.
 import json
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def save(chart: Chart, path: Path) -> None:
     InputError for another ending or a place that cannot be written.
     """
     check_ending(path)
-    write_atomically(path, _RENDER[path.suffix](chart))
+    write_atomically(path, _rendered(chart, path.suffix))
 
 
 def check_ending(path: Path) -> None:
@@ -104,10 +104,16 @@ def check_ending(path: Path) -> None:
         raise InputError(f"the plot {str(path)!r} must end in {', '.join(ENDINGS)}")
 
 
-def _png(chart: Chart) -> bytes:
+def _rendered(chart: Chart, ending: str) -> bytes | str:
+    if ending == ".json":
+        return json.dumps(chart, indent=1) + "\n"
     import vl_convert
 
-    return _packed(bytes(vl_convert.vegalite_to_png(chart, vl_version=VEGA_LITE, scale=2)))
+    if ending == ".png":
+        return _packed(bytes(vl_convert.vegalite_to_png(chart, vl_version=VEGA_LITE, scale=2)))
+    if ending == ".svg":
+        return str(vl_convert.vegalite_to_svg(chart, vl_version=VEGA_LITE))
+    return str(vl_convert.vegalite_to_html(chart, vl_version=VEGA_LITE, bundle=True))
 
 
 def _packed(png: bytes) -> bytes:
@@ -124,27 +130,3 @@ def _packed(png: bytes) -> bytes:
     size, check = len(body) - 4, zlib.crc32(body)
     parts.insert(-1, size.to_bytes(4, "big") + body + check.to_bytes(4, "big"))
     return b"".join(parts)
-
-
-def _svg(chart: Chart) -> str:
-    import vl_convert
-
-    return str(vl_convert.vegalite_to_svg(chart, vl_version=VEGA_LITE))
-
-
-def _html(chart: Chart) -> str:
-    import vl_convert
-
-    return str(vl_convert.vegalite_to_html(chart, vl_version=VEGA_LITE, bundle=True))
-
-
-def _json(chart: Chart) -> str:
-    return json.dumps(chart, indent=1) + "\n"
-
-
-_RENDER: dict[str, Callable[[Chart], bytes | str]] = {
-    ".png": _png,
-    ".svg": _svg,
-    ".html": _html,
-    ".json": _json,
-}

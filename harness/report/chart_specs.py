@@ -41,18 +41,8 @@ def ttft_spec(
 ) -> dict[str, Any]:
     """TTFT by position in the pass; ``values`` have ``n, ttft, arm, failed`` and the tooltip."""
     base = _chart(values).encode(
-        x=alt.X(
-            "n:Q",
-            title="request in the pass",
-            scale=alt.Scale(zero=False, nice=False, padding=10),
-            axis=alt.Axis(tickMinStep=1, grid=False),
-        ),
-        y=alt.Y(
-            "ttft:Q",
-            title="TTFT, ms (log)",
-            scale=alt.Scale(type="log", domain=list(domain), nice=False),
-            axis=alt.Axis(format=",~g", values=log_ticks(*domain)),
-        ),
+        x=_counted("n:Q", "request in the pass"),
+        y=_log("ttft:Q", "TTFT, ms (log)", domain),
         tooltip=[alt.Tooltip(f"{name}:N", title=title) for name, title in _TTFT_TOOLTIP],
     )
     colour, shape = _arm_encoding(arms, legend)
@@ -80,12 +70,7 @@ def paired_spec(
     ``quotient`` says in words which arm is over which.
     """
     base = _chart(documents).encode(
-        x=alt.X(
-            "doc:Q",
-            title="document",
-            scale=alt.Scale(zero=False, nice=False, padding=10),
-            axis=alt.Axis(tickMinStep=1, grid=False),
-        ),
+        x=_counted("doc:Q", "document"),
         tooltip=[
             alt.Tooltip("doc:Q", title="document"),
             alt.Tooltip("ratio:Q", title=quotient, format=".3f"),
@@ -94,25 +79,35 @@ def paired_spec(
             alt.Tooltip("n_blocks:Q", title="blocks"),
         ],
     )
-    scale = alt.Scale(type="log", domain=list(domain), nice=False)
-    axis = alt.Axis(values=log_ticks(*domain), format=",~g")
     title = f"{quotient} (log)"
-    y = alt.Y("low:Q", title=title, scale=scale, axis=axis)
-    bars = base.mark_rule(color=TREATMENT_MARK.colour, strokeWidth=2).encode(y=y, y2="high:Q")
-    points = base.mark_point(color=TREATMENT_MARK.colour, filled=True, size=50).encode(
-        y=alt.Y("ratio:Q", scale=scale, title=title)
-    )
-    lines = [_level(1.0, scale, [1, 0])]
+    bars = base.mark_rule(color=TREATMENT_MARK.colour, strokeWidth=2)
+    points = base.mark_point(color=TREATMENT_MARK.colour, filled=True, size=50)
+    levels = [(1.0, [1, 0])]
     if threshold is not None and domain[0] <= threshold <= domain[1]:
-        lines.append(_level(threshold, scale, [5, 4]))
-    return _spec(alt.layer(*lines, bars, points), height=210)
-
-
-def _level(value: float, scale: alt.Scale, dash: list[float]) -> Any:
-    rule = _chart([{"level": value}]).mark_rule(
-        color="currentColor", opacity=FADED, strokeDash=dash
+        levels.append((threshold, [5, 4]))
+    lines = [
+        _chart([{"level": level}])
+        .mark_rule(color="currentColor", opacity=FADED, strokeDash=dash)
+        .encode(y=_log("level:Q", title, domain))
+        for level, dash in levels
+    ]
+    layers = (
+        bars.encode(y=_log("low:Q", title, domain), y2="high:Q"),
+        points.encode(y=_log("ratio:Q", title, domain)),
     )
-    return rule.encode(y=alt.Y("level:Q", scale=scale))
+    return _spec(alt.layer(*lines, *layers), height=210)
+
+
+def _counted(field: str, title: str) -> alt.X:
+    """An axis of whole numbers."""
+    scale = alt.Scale(zero=False, nice=False, padding=10)
+    return alt.X(field, title=title, scale=scale, axis=alt.Axis(tickMinStep=1, grid=False))
+
+
+def _log(field: str, title: str, domain: Sequence[float]) -> alt.Y:
+    scale = alt.Scale(type="log", domain=list(domain), nice=False)
+    axis = alt.Axis(format=",~g", values=log_ticks(*domain))
+    return alt.Y(field, title=title, scale=scale, axis=axis)
 
 
 def sources_spec(values: Rows, *, seqs: Sequence[int], legend: bool) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _ttft(
     domain = [min(times) / 1.15, max(times) * 1.15]
     for name in summary.passes:
         requests = [(request, row) for request, row in measured if request.pass_name == name]
-        first = _first_seqs(requests)
+        first = {request.session: row.seq for request, row in reversed(requests)}
         shown = thinned(requests, max(1, most // len(summary.passes)))
         n_all = _recorded(reconciliation, pass_name=name) or len(requests)
         values = [
@@ -142,19 +142,12 @@ def _ttft(
         )  # fmt: skip
 
 
-def _first_seqs(requests: Iterable[tuple[RequestEntry, Sample]]) -> dict[str, int]:
-    """By session, the position of the first of its ``requests``."""
-    first: dict[str, int] = {}
-    for request, row in requests:
-        first[request.session] = min(first.get(request.session, row.seq), row.seq)
-    return first
-
-
 def _ttft_value(
     request: RequestEntry, row: Sample, first_seq: int, foot_ms: float
 ) -> dict[str, Any]:
     """One mark. A failed request has no time: it is drawn at the foot of the chart, as a cross."""
     is_good = bool(row.complete and row.ttft_ms)
+    predicted = request.predicted
     return {
         "n": row.seq - first_seq + 1,
         "ttft": row.ttft_ms if is_good else foot_ms,
@@ -164,25 +157,18 @@ def _ttft_value(
         "doc": str(request.doc),
         "time": "none" if row.ttft_ms is None else f"{row.ttft_ms:,.1f} ms",
         "split": _split(row),
-        "predicted": _predicted(request.predicted),
+        "predicted": f"no exact prediction: {predicted.why_not}"
+        if predicted and predicted.why_not
+        else _split(predicted),
         "bytes": "not measured" if row.loaded_bytes is None else f"{row.loaded_bytes:,}",
         "error": row.error or row.unattributed or "none",
     }
 
 
-def _predicted(predicted: Predicted | None) -> str:
-    if predicted and predicted.why_not:
-        return f"no exact prediction: {predicted.why_not}"
-    return _split(predicted)
-
-
 def _split(tokens: Sample | Predicted | None) -> str:
     if tokens is None or tokens.computed is None:
         return "unknown"
-    return ", ".join(
-        f"{n_tokens:,} {source.word}"
-        for source, n_tokens in zip(SOURCES, _tokens_of(tokens), strict=True)
-    )
+    return ", ".join(f"{getattr(tokens, source.field):,} {source.word}" for source in SOURCES)
 
 
 def _paired(summary: Summary, most: int) -> Iterator[Figure]:
@@ -245,29 +231,16 @@ def _bars(requests: Iterable[tuple[Sample, Predicted | None]]) -> Iterator[dict[
     """One bar for each source that gave tokens, measured and predicted."""
     for row, predicted in requests:
         for kind, split, sign in (("measured", row, 1), ("predicted", predicted, -1)):
-            for source, tokens in _by_source(split):
-                yield {
-                    "seq": row.seq,
-                    "where": f"{row.pass_name}, document {row.doc}",
-                    "source": source,
-                    "kind": kind,
-                    "tokens": tokens,
-                    "signed": sign * tokens,
-                }
-
-
-def _by_source(split: Sample | Predicted | None) -> Iterator[tuple[str, int]]:
-    """The sources that gave tokens, in their words."""
-    if split is None:
-        return
-    for source, n_tokens in zip(SOURCES, _tokens_of(split), strict=True):
-        if n_tokens:
-            yield source.word, n_tokens
-
-
-def _tokens_of(split: Sample | Predicted) -> tuple[int | None, int | None, int | None]:
-    """The tokens of each of ``SOURCES``."""
-    return split.computed, split.gpu_hit, split.host_loaded
+            for source in SOURCES:
+                if tokens := getattr(split, source.field, None):
+                    yield {
+                        "seq": row.seq,
+                        "where": f"{row.pass_name}, document {row.doc}",
+                        "source": source.word,
+                        "kind": kind,
+                        "tokens": tokens,
+                        "signed": sign * tokens,
+                    }
 
 
 def _cliff(summary: Summary, legend: bool) -> Iterator[Figure]:

@@ -113,7 +113,14 @@ def _differences(first: Any, later: Any, path: str = "") -> Iterator[tuple[str, 
 
 def _change(first: Summary, later: Summary, pass_name: str, arm: str) -> Change:
     before, after = (_spread(summary, pass_name, arm) for summary in (first, later))
-    change, low, high = _quotient(after, before)
+    change, low, high = (
+        over / under if over is not None and under is not None else None
+        for over, under in (
+            (after.median_ms, before.median_ms),
+            (after.low_ms, before.high_ms),
+            (after.high_ms, before.low_ms),
+        )
+    )
     says: Literal["changed", "no change shown", "too few sessions", "no sessions"]
     if low is None or high is None:
         says = "no sessions"
@@ -123,21 +130,6 @@ def _change(first: Summary, later: Summary, pass_name: str, arm: str) -> Change:
         says = "changed" if low > 1 or high < 1 else "no change shown"
     return Change(
         run=later.run, first=before, later=after, change=change, low=low, high=high, says=says
-    )
-
-
-def _quotient(
-    after: Spread, before: Spread
-) -> tuple[float, float, float] | tuple[None, None, None]:
-    """``after`` ÷ ``before``: of the medians, the least and the most; None where one is empty."""
-    if after.median_ms is None or after.low_ms is None or after.high_ms is None:
-        return None, None, None
-    if before.median_ms is None or before.low_ms is None or before.high_ms is None:
-        return None, None, None
-    return (
-        after.median_ms / before.median_ms,
-        after.low_ms / before.high_ms,
-        after.high_ms / before.low_ms,
     )
 
 

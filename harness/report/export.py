@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from statistics import mean, median, pstdev
 from typing import Any
@@ -42,8 +43,8 @@ def export(run: Path, form: str, out: Path) -> list[Path]:
     writers: dict[str, Callable[[Sequence[Row], Path], list[Path]]] = {
         "csv": _write_csv,
         "parquet": _write_parquet,
-        "vllm-bench": _by_session(partial(vllm_bench, model=model)),
-        "llmd": _by_session(partial(llmd_report, version=version)),
+        "vllm-bench": partial(_by_session, partial(vllm_bench, model=model)),
+        "llmd": partial(_by_session, partial(llmd_report, version=version)),
     }
     rows = [row for row in folder.rows() if row.phase == "measure"]
     if not rows:
@@ -97,21 +98,14 @@ def _json_type(column: str) -> str:
 
 
 def _by_session(
-    content: Callable[[Sequence[Row]], dict[str, Any]],
-) -> Callable[[Sequence[Row], Path], list[Path]]:
-    def write(rows: Sequence[Row], out: Path) -> list[Path]:
-        out.mkdir(parents=True, exist_ok=True)
-        sessions: dict[str, list[Row]] = {}
-        for row in rows:
-            sessions.setdefault(row.session, []).append(row)
-        written = []
-        for session, part in sessions.items():
-            path = out / f"{session}.json"
-            write_json(path, content(part))
-            written.append(path)
-        return written
-
-    return write
+    content: Callable[[Sequence[Row]], dict[str, Any]], rows: Sequence[Row], out: Path
+) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for session, part in groupby(rows, key=lambda row: row.session):
+        written.append(out / f"{session}.json")
+        write_json(written[-1], content(list(part)))
+    return written
 
 
 def vllm_bench(rows: Sequence[Row], *, model: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ is a JSON pointer into one of them, and stands in the page with its full precisi
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -43,36 +43,22 @@ def write_report(
 ) -> list[Path]:
     """Write ``out`` (HTML) and, beside it, what else is asked for; the paths written, in order.
 
+    Charts are ``<out>-<chart>.png`` and ``.svg``.
     InputError when a published file cannot be read; nothing is written then.
     """
     summary, reconciliation = read_published(run)
-    html = render_html(summary, reconciliation)
-    write_atomically(out, html)
+    write_atomically(out, render_html(summary, reconciliation))
     written = [out]
     if markdown:
         path = out.with_suffix(".md")
         write_atomically(path, render_markdown(summary, reconciliation))
         written.append(path)
-    if png or svg:
-        written += _write_charts(summary, reconciliation, out, png=png, svg=svg)
-    return written
-
-
-def _write_charts(
-    summary: Summary,
-    reconciliation: ReconcileFile,
-    out: Path,
-    *,
-    png: bool,
-    svg: bool,
-) -> Iterable[Path]:
-    """``<out>-<chart>.png`` and ``.svg``, each to stand alone."""
-    written = []
-    for figure in figures(summary, reconciliation, legend=True):
-        chart = on_paper(figure.spec, figure.title)
-        for ending in [ending for ending, wanted in ((".svg", svg), (".png", png)) if wanted]:
+    endings = [ending for ending, is_wanted in ((".svg", svg), (".png", png)) if is_wanted]
+    # Each to stand alone.
+    for figure in figures(summary, reconciliation, legend=True) if endings else ():
+        for ending in endings:
             path = out.with_name(f"{out.stem}-{figure.name}{ending}")
-            save(chart, path)
+            save(on_paper(figure.spec, figure.title), path)
             written.append(path)
     return written
 
@@ -96,11 +82,12 @@ def _render(summary: Summary, reconciliation: ReconcileFile, share: int) -> str:
     """The page with one ``share``-th of the marks and rows it may have."""
     found = figures(summary, reconciliation, most=MOST_MARKS // share)
     shown = thinned(reconciliation.requests, _MOST_REQUESTS // share)
+    number = _number({"s": summary, "r": reconciliation})
     return _template("report.html").render(
         s=summary,
         r=reconciliation,
-        n=_number({"s": summary, "r": reconciliation}),
-        span=_span({"s": summary, "r": reconciliation}),
+        n=number,
+        span=partial(_span, number),
         figures=_by_kind(found),
         requests=shown,
         columns=request_columns(),
@@ -183,12 +170,8 @@ def _number(files: Mapping[str, Any]) -> Callable[..., Markup]:
 
     A list among the steps is the beginning of a pointer.
     """
-    formats: dict[str, Callable[[Any], str]] = {
-        "ms": _ms,
-        "ratio": _ratio,
-        "count": _count,
-        "gib": _gib,
-    }
+    formats: dict[str, Callable[[Any], str]]
+    formats = {"ms": _ms, "ratio": _ratio, "count": _count, "gib": _gib}
 
     def number(*parts: Any, kind: str) -> Markup:
         steps = [step for part in parts for step in (part if isinstance(part, list) else [part])]
@@ -205,21 +188,15 @@ def _number(files: Mapping[str, Any]) -> Callable[..., Markup]:
     return number
 
 
-def _span(files: Mapping[str, Any]) -> Callable[..., Markup]:
-    """``span("s", …, low="low", high="high", kind="ms")``: both ends; one where they look the same.
-
-    One dash where there is none.
-    """
-    number = _number(files)
-
-    def span(*parts: Any, low: str, high: str, kind: str, word: str = "–") -> Markup:
-        ends = [number(*parts, end, kind=kind) for end in (low, high)]
-        is_one = any("data-path" not in end for end in ends)
-        if is_one or ends[0].striptags() == ends[1].striptags():
-            return ends[0]
-        return Markup(word).join(ends)
-
-    return span
+def _span(
+    number: Callable[..., Markup], *parts: Any, low: str, high: str, kind: str, word: str = "–"
+) -> Markup:
+    """Both ends; one where they look the same, one dash where there is none."""
+    ends = [number(*parts, end, kind=kind) for end in (low, high)]
+    is_one = any("data-path" not in end for end in ends)
+    if is_one or ends[0].striptags() == ends[1].striptags():
+        return ends[0]
+    return Markup(word).join(ends)
 
 
 def _step(value: Any, step: Any) -> Any:
@@ -240,21 +217,15 @@ def _names(shape: type[BaseModel]) -> dict[str, str]:
     return {field.alias or name: name for name, field in shape.model_fields.items()}
 
 
-def _ms(value: float | None) -> str:
-    if value is None:
-        return _NOTHING
+def _ms(value: float) -> str:
     digits = 1 if abs(value) < 1_000 else 0
     # Adding 0.0 turns a rounded -0.0 into 0.0.
     return f"{round(value, digits) + 0.0:,.{digits}f}".replace("-", "−")
 
 
-def _ratio(value: float | None) -> str:
+def _ratio(value: float) -> str:
     """Two decimals; below 0.1 two significant digits, so that little is never shown as nothing."""
-    if value is None:
-        return _NOTHING
-    if abs(value) < 0.095:
-        return f"{value:.2g}"
-    return f"{value:,.2f}"
+    return f"{value:.2g}" if abs(value) < 0.095 else f"{value:,.2f}"
 
 
 def _gib(value: float) -> str:
@@ -275,8 +246,8 @@ def _fact(name: str, value: Any) -> str:
     return _NOTHING if value is None else str(value)
 
 
-def _count(value: float | None) -> str:
-    return _NOTHING if value is None else f"{value:,}".replace("-", "−")
+def _count(value: float) -> str:
+    return f"{value:,}".replace("-", "−")
 
 
 def _markdown_text(text: object) -> str:

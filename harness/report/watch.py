@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.record.folder import PREDICTION_FILE, RunFolder
@@ -41,7 +41,7 @@ class Tail:
     path: Path
     _offset: int = 0
     _lines: int = 0
-    _identity: tuple[int, int] | None = field(default=None)
+    _identity: tuple[int, int] | None = None
 
     def was_replaced(self) -> bool:
         """Whether the file is another one than last time: a session measured again."""
