@@ -159,7 +159,7 @@ def _add_bands(
             ("lmcache_mp_watermark", bands.watermark(reverse, capacity)),
             ("lmcache_in_process", bands.in_process(forward, reverse, capacity)),
         ):
-            point[f"{name}_hit_blocks"] = [band.low, band.high]
+            point[f"{name}_hit_blocks"] = [*band]
 
 
 def _add_policies(loaded: Loaded, points: list[dict[str, Any]], policies: Sequence[str]) -> None:

@@ -1,9 +1,8 @@
 """Bands, where a real cache's content is only known to lie between two curves.
 
-Each says between which two exact curves the hits lie; a point inside would be a guess.
+Each gives the least and the most hits at one capacity; a point inside would be a guess.
 """
 
-from dataclasses import dataclass
 from fractions import Fraction
 
 from sim.curves.stack import Curve
@@ -15,12 +14,7 @@ KEPT = Fraction(16, 25)
 """Share still full right after one eviction tick at the watermark: 0.8 × (1 − 0.2)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Hits at one capacity: never below ``low``, never above ``high``."""
-
-    low: int
-    high: int
+Band = tuple[int, int]
 
 
 def watermark(curve: Curve, capacity: int) -> Band:
@@ -28,7 +22,7 @@ def watermark(curve: Curve, capacity: int) -> Band:
 
     Holds while the chunks stored between two polls fit above the watermark.
     """
-    return Band(curve.at(int(KEPT * capacity)), curve.at(int(WATERMARK * capacity)))
+    return curve.at(int(KEPT * capacity)), curve.at(int(WATERMARK * capacity))
 
 
 def partial_tail(curve: Curve, capacity: int) -> Band:
@@ -36,7 +30,7 @@ def partial_tail(curve: Curve, capacity: int) -> Band:
 
     Such a block takes room while its request runs and goes to the head of the free queue after.
     """
-    return Band(curve.at(max(capacity - 1, 0)), curve.at(capacity))
+    return curve.at(max(capacity - 1, 0)), curve.at(capacity)
 
 
 def in_process(forward: Curve, reverse: Curve, capacity: int) -> Band:
@@ -45,5 +39,5 @@ def in_process(forward: Curve, reverse: Curve, capacity: int) -> Band:
     That is no stack algorithm; its hits lay between the two pure orders at all of 22,720
     capacities tried.
     """
-    ends = forward.at(capacity), reverse.at(capacity)
-    return Band(min(ends), max(ends))
+    low, high = sorted((forward.at(capacity), reverse.at(capacity)))
+    return low, high

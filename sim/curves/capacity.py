@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -9,8 +10,8 @@ from sim.curves.trace import MOST_TRACE_TOKENS
 from sim.errors import SpecError
 from sim.units import GIB
 
-_ITEM = re.compile(
-    r"(?P<number>[0-9]{1,60}(?:\.[0-9]{1,60})?)\s*(?P<scale>[kMG]?)\s*(?P<unit>[A-Za-z]*)"
+_ITEM = re.compile(  # "GiB" starts with a scale letter that is none
+    r"([0-9]{1,60}(?:\.[0-9]{1,60})?)\s*((?!(?i:gib))[kMG]|)\s*([A-Za-z]*)", re.ASCII
 )
 _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 _UNITS = {"": "blocks", "block": "blocks", "blocks": "blocks",
@@ -40,26 +41,21 @@ class Ruler:
         return blocks
 
     def _blocks(self, text: str) -> int:
-        # "GiB" starts with a scale letter, so the unit is looked for first.
-        item = text.strip()
-        is_gib = item.lower().endswith("gib")
-        found = _ITEM.fullmatch(item[:-3].strip() if is_gib else item) if item.isascii() else None
-        unit = "GiB" if is_gib else _UNITS.get(found["unit"].lower()) if found else None
-        if found is None or unit is None or (is_gib and found["unit"]):
+        found = _ITEM.fullmatch(text.strip())
+        unit = _UNITS.get(found[3].lower()) if found else None
+        if found is None or unit is None:
             raise SpecError(f"capacity {text!r} is not understood; accepted: {FORMS}")
-        whole, _, fraction = found["number"].partition(".")
-        # In whole numbers: 0.1 M tokens are 100,000, not 99,999.
-        amount = int(whole + fraction) * _SCALES[found["scale"]]
-        divisor = 10 ** len(fraction)
+        # A fraction, not a float: 0.1 M tokens are 100,000, not 99,999.
+        amount = Fraction(found[1]) * _SCALES[found[2]]
         if unit == "blocks":
-            if amount % divisor:
+            if amount.denominator != 1:
                 raise SpecError(f"capacity {text!r} is no whole number of blocks")
-            return int(amount // divisor)
+            return int(amount)
         if unit == "tokens":
-            return int(amount // (divisor * self.block_tokens))
+            return int(amount // self.block_tokens)
         if self.bytes_per_token is None:
             raise SpecError(f"capacity {text!r} in GiB needs a model: give --model CONFIG")
-        return int(amount * GIB / divisor // (self.bytes_per_token * self.block_tokens))
+        return int(float(amount * GIB) // (self.bytes_per_token * self.block_tokens))
 
     def all(self, text: str) -> list[int]:
         """The comma-separated capacities of ``text``, in its order, in blocks."""

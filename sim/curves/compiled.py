@@ -25,13 +25,15 @@ SUFFIX = ".kvtrace.npz"
 FORMAT = "kvcliff compiled trace"
 VERSION = 2
 _MEMBERS = (
-    "is_next", "parents", "length", "last_edge",
+    "about", "is_next", "parents", "length", "last_edge",
     "time", "session", "session_start", "input_tokens", "output_tokens",
 )  # fmt: skip
+_LEAST = {"requests": 1, "accesses": 0, "block_tokens": 1, "time_unit_ns": 1}
+"""The smallest each count of ``about`` can be."""
 
 
 def save(tree: PrefixTree, path: Path, *, notes: dict[str, Any] | None = None) -> None:
-    """Write ``tree`` to ``path``; ``notes`` (JSON) come back from ``about``."""
+    """Write ``tree`` to ``path``; ``notes`` (JSON) are kept in its ``about``."""
     requests = tree.requests
     is_next = tree.parent == np.arange(len(tree.parent)) - 1
     times = np.concatenate([requests.time_ns, requests.session_start_ns])
@@ -76,85 +78,65 @@ def is_compiled(path: Path) -> bool:
         return False
 
 
-def about(path: Path) -> dict[str, Any]:
-    """What a compiled trace says about itself. Raises TraceError when it is not one."""
-    return _about(_members(path, ("about",)), path)
-
-
 def load(path: Path) -> PrefixTree:
     """Read a compiled trace. Raises TraceError for a damaged file or another version."""
-    members = _members(path, ("about", *_MEMBERS))
-    said = _about(members, path)
+    members = _members(path)
     try:
-        return _tree(members, said)
-    except TraceError as error:
+        said = json.loads(members.pop("about").tobytes())
+        is_ours = isinstance(said, dict) and said.get("format") == FORMAT
+        if is_ours and said.get("version") == VERSION:
+            _check_types(members, said)
+            return _tree(members, said)
+    except (TraceError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: damaged compiled trace: {error}") from None
+    if not is_ours:
+        raise TraceError(f"{path}: not a {FORMAT}")
+    raise TraceError(
+        f"{path}: version {said.get('version')} of the format, but {VERSION} is read here: "
+        "compile the trace again"
+    )
 
 
-def _members(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
+def _members(path: Path) -> dict[str, NDArray[Any]]:
     try:
         # Opened here: numpy leaves a file it opened open when it turns out to be damaged.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            found = {name: archive[name] for name in names if name in archive.files}
+            found = {name: archive[name] for name in _MEMBERS if name in archive.files}
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError) as error:
         # ValueError: numpy's. RuntimeError: the header asks for a password or another compression.
         raise TraceError(f"{path}: damaged compiled trace: {error}") from None
-    if missing := [name for name in names if name not in found]:
+    if missing := [name for name in _MEMBERS if name not in found]:
         raise TraceError(f"{path}: no compiled trace: it lacks {', '.join(missing)}")
-    for name, values in found.items():
-        kinds = np.uint8 if name in ("about", "is_next") else np.signedinteger
-        if values.ndim != 1 or not np.issubdtype(values.dtype, kinds):
-            raise TraceError(
-                f"{path}: damaged compiled trace: {name} is an array of {values.dtype} with "
-                f"{values.ndim} dimensions"
-            )
     return found
 
 
-def _about(members: dict[str, NDArray[Any]], path: Path) -> dict[str, Any]:
-    try:
-        said = json.loads(members["about"].tobytes())
-    except ValueError as error:
-        raise TraceError(f"{path}: damaged compiled trace: {error}") from None
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
-        raise TraceError(f"{path}: not a {FORMAT}")
-    if said.get("version") != VERSION:
-        raise TraceError(
-            f"{path}: version {said.get('version')} of the format, but {VERSION} is read here: "
-            "compile the trace again"
-        )
-    unusable = _unusable_fields(said)
-    if unusable:
-        raise TraceError(f"{path}: damaged compiled trace: it says no usable {', '.join(unusable)}")
-    return said
-
-
-def _unusable_fields(said: dict[str, Any]) -> list[str]:
-    """Fields of ``about`` that a trace cannot be made from; a JSON true is no number."""
+def _check_types(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> None:
+    """TraceError where a trace cannot be made from these; a JSON true is no number."""
+    for name, values in members.items():
+        kinds = np.uint8 if name == "is_next" else np.signedinteger
+        if values.ndim != 1 or not np.issubdtype(values.dtype, kinds):
+            raise TraceError(f"{name} is an array of {values.dtype} with {values.ndim} dimensions")
     kv_bytes = said.get("kv_bytes_per_token")
     is_right = {
         "source": isinstance(said.get("source"), str),
         "starts_known": isinstance(said.get("starts_known"), bool),
-        "requests": _is_count(said.get("requests"), least=1),
-        "accesses": _is_count(said.get("accesses"), least=0),
-        "block_tokens": _is_count(said.get("block_tokens"), least=1),
-        "time_unit_ns": _is_count(said.get("time_unit_ns"), least=1),
         "kv_bytes_per_token": kv_bytes is None
         or (type(kv_bytes) in (int, float) and 0 < kv_bytes < math.inf),
     }
-    return [field for field, is_usable in is_right.items() if not is_usable]
-
-
-def _is_count(value: Any, *, least: int) -> bool:
-    return type(value) is int and least <= value < MOST_TRACE_TOKENS
+    for field, least in _LEAST.items():
+        value = said.get(field)
+        is_right[field] = type(value) is int and least <= value < MOST_TRACE_TOKENS
+    if unusable := [field for field, is_usable in is_right.items() if not is_usable]:
+        raise TraceError(f"it says no usable {', '.join(unusable)}")
 
 
 def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
-    wide = {name: members[name].astype(np.int64) for name in _MEMBERS if name != "is_next"}
+    is_next = np.unpackbits(members.pop("is_next"))
+    wide = {name: values.astype(np.int64) for name, values in members.items()}
     length = wide["length"]
-    is_next = np.unpackbits(members["is_next"])[: len(length)].astype(bool)
+    is_next = is_next[: len(length)].astype(bool)
     if len(is_next) != len(length) or len(wide["parents"]) != (~is_next).sum():
         raise TraceError("its columns differ in length")
     parent = np.arange(len(length), dtype=np.int64) - 1
