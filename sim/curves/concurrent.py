@@ -14,7 +14,7 @@ import numpy as np
 from sim.curves.jit import read_only, run, use_numba
 from sim.curves.kernels import overlap
 from sim.curves.sources import csv_numbers
-from sim.curves.stack import Curve, decode_units, hit_caps, in_units, path_units
+from sim.curves.stack import Curve, decode_units, hit_caps, in_units
 from sim.curves.trace import Floats, Ints, TraceError, sized
 from sim.curves.tree import PrefixTree
 
@@ -62,9 +62,9 @@ def events_of(starts_s: Floats, finishes_s: Floats) -> Ints:
         raise ValueError(f"request {r} finishes at {finishes_s[r]} s, before {starts_s[r]} s")
     numbers = np.arange(len(starts_s), dtype=np.int64)
     event = np.concatenate([-1 - numbers, numbers])
-    # A request without duration must start before it finishes, so it counts as a start.
+    # A request without duration must start before it finishes: it finishes last of all.
     is_instant = finishes_s == starts_s
-    rank = np.concatenate([np.where(is_instant, 2, 0), np.ones(len(numbers), dtype=np.int64)])
+    rank = np.concatenate([np.where(is_instant, 2, 0), np.ones_like(numbers)])
     ordered: Ints = event[np.lexsort((rank, np.concatenate([finishes_s, starts_s])))]
     return ordered
 
@@ -87,12 +87,9 @@ def concurrent_curve(
     ordered = np.asarray(events, dtype=np.int64)
     _check(ordered, len(tree.requests))
     unit = unit_tokens or tree.requests.block_tokens
-    begin, finish = in_units(tree, unit)
-    blocks = path_units(tree, finish)
+    begin, finish, blocks = in_units(tree, unit)
     n_edges = len(tree.parent)
-    tail = (
-        decode_units(tree, unit, blocks) if decode else np.zeros(len(tree.requests), dtype=np.int64)
-    )
+    tail = decode_units(tree, unit, blocks) if decode else np.zeros_like(blocks)
     diff = np.zeros(sized(int((finish - begin).sum() + tail.sum()) + 3), dtype=np.int64)
     peak = run(
         overlap.concurrent_curve,
@@ -113,8 +110,7 @@ def _check(events: Ints, n_requests: int) -> None:
     starts, finishes = np.flatnonzero(events >= 0), np.flatnonzero(events < 0)
     started, finished = events[starts], -1 - events[finishes]
     everyone = np.arange(n_requests)
-    if not (np.array_equal(np.sort(started), everyone)
-            and np.array_equal(np.sort(finished), everyone)):  # fmt: skip
+    if not all(np.array_equal(np.sort(some), everyone) for some in (started, finished)):
         raise ValueError(f"each of {n_requests} requests must start once and finish once")
     began = starts[np.argsort(started)]
     ended = finishes[np.argsort(finished)]

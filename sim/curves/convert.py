@@ -39,15 +39,13 @@ def convert(
         raise SpecError(f"chunks of {chunk_tokens} tokens; they hold at least 1, below 2**61")
     order = tree.requests.order() if order is None else order
     if target == "lmcache":
-        rows = _lookups(tree, order, chunk_tokens or tree.requests.block_tokens, kv_bytes_per_token)
+        chunk = chunk_tokens or tree.requests.block_tokens
+        rows = lookup_events(tree, order, chunk, kv_bytes_per_token)
     else:
         rows = _mooncake(tree, order)
-    n = 0
     with path.open("wb") as file, _packed(file) if compress else nullcontext(file) as stream:
-        for row in rows:
-            stream.write(json.dumps(row).encode() + b"\n")
-            n += 1
-    return n
+        stream.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+    return len(order)
 
 
 def _packed(file: IO[bytes]) -> gzip.GzipFile:
@@ -59,12 +57,6 @@ def lookup_events(
     tree: PrefixTree, order: Ints, chunk_tokens: int, kv_bytes_per_token: int = 2
 ) -> Iterator[dict[str, Any]]:
     """The lookup events of ``convert``'s "lmcache", as LMCache's ``simulate`` takes them."""
-    return _lookups(tree, order, chunk_tokens, kv_bytes_per_token)
-
-
-def _lookups(
-    tree: PrefixTree, order: Ints, chunk_tokens: int, kv_bytes_per_token: int
-) -> Iterator[dict[str, Any]]:
     block = tree.requests.block_tokens
     arrivals = tree.requests.arrivals_ns() / 1e9
     for r in order.tolist():

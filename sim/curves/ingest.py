@@ -4,7 +4,6 @@ The scanner only takes what it fully understands; whatever else a file holds, va
 the plain way, which decides and whose errors name file and line.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,18 +16,6 @@ from sim.strict_json import strict_json
 
 BYTES_A_STEP = 10
 """JSON bytes the plain way reads in the time of one plain kernel step (≈ 50 MB/s)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extracted:
-    """``rest``: the JSON, each array replaced by its number; array k has ``counts[k]`` of ``ids``.
-
-    The arrays are good until the scanner's next call.
-    """
-
-    rest: bytes
-    ids: Ints
-    counts: Ints
 
 
 class ArrayScanner:
@@ -52,8 +39,11 @@ class ArrayScanner:
         self._ids = np.empty(size // 2 + 1, dtype=np.int64)
         self._counts = np.empty(size // (len(self._quoted) + 3) + 1, dtype=np.int64)
 
-    def extract(self, text: bytes) -> Extracted | None:
-        """The arrays of ``text``, or None where the plain way must be taken."""
+    def extract(self, text: bytes) -> tuple[bytes, Ints, Ints] | None:
+        """``text`` with its arrays replaced by their numbers, all their ids, how many each has.
+
+        The ids and counts are good until the next call. None: the plain way must be taken.
+        """
         self._seen += len(text)
         if not use_numba(max(self._seen, self._expected) // BYTES_A_STEP, self._engine):
             return None
@@ -70,8 +60,7 @@ class ArrayScanner:
         if not understood:
             return None
         n_rest, n_ids, n_arrays = sizes.tolist()
-        rest = self._rest[:n_rest].tobytes()
-        return Extracted(rest, self._ids[:n_ids], self._counts[:n_arrays])
+        return self._rest[:n_rest].tobytes(), self._ids[:n_ids], self._counts[:n_arrays]
 
 
 def load_json(text: bytes, where: str) -> Any:

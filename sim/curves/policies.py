@@ -70,18 +70,14 @@ class Lfu:
         self._heap: list[tuple[int, int, int]] = []
         self._clock = 0
 
-    def _count(self, key: int, uses: int) -> None:
+    def touch(self, key: int) -> None:
+        """One use more; the first when it comes in."""
+        uses = self._uses.get(key, (0, 0))[0] + 1
         self._clock += 1
         self._uses[key] = (uses, self._clock)
         heapq.heappush(self._heap, (uses, self._clock, key))
 
-    def touch(self, key: int) -> None:
-        """One use more."""
-        self._count(key, self._uses[key][0] + 1)
-
-    def admit(self, key: int) -> None:
-        """The first use."""
-        self._count(key, 1)
+    admit = touch
 
     def evict(self, mine: set[int]) -> int:
         """The fewest uses."""
@@ -118,15 +114,14 @@ class Arc:
 
     def admit(self, key: int) -> None:
         """A ghost moves the balance towards its list and comes back as frequent."""
-        if key in self._ghost_once:
-            step = max(len(self._ghost_often) / len(self._ghost_once), 1.0)
-            self._target = min(self._target + step, float(self._capacity))
-            del self._ghost_once[key]
+        once, often = self._ghost_once, self._ghost_often
+        if key in once:
+            self._target = min(self._target + max(len(often) / len(once), 1.0), self._capacity)
+            del once[key]
             self._often[key] = None
-        elif key in self._ghost_often:
-            step = max(len(self._ghost_once) / len(self._ghost_often), 1.0)
-            self._target = max(self._target - step, 0.0)
-            del self._ghost_often[key]
+        elif key in often:
+            self._target = max(self._target - max(len(once) / len(often), 1.0), 0.0)
+            del often[key]
             self._often[key] = None
         else:
             self._once[key] = None
@@ -134,15 +129,14 @@ class Arc:
 
     def evict(self, mine: set[int]) -> int:
         """From the recency list while it is above its target, else from the frequency list."""
-        prefer_once = len(self._once) > max(self._target, 0.0)
         lists = [(self._once, self._ghost_once), (self._often, self._ghost_often)]
-        for blocks, ghosts in lists if prefer_once else reversed(lists):
-            if any(key not in mine for key in blocks):
-                key = _pop_first(blocks, mine)
-                ghosts[key] = None
-                self._trim()
-                return key
-        raise AssertionError("nothing to evict")
+        if len(self._once) <= self._target:
+            lists.reverse()
+        blocks, ghosts = next(pair for pair in lists if not pair[0].keys() <= mine)
+        key = _pop_first(blocks, mine)
+        ghosts[key] = None
+        self._trim()
+        return key
 
     def _trim(self) -> None:
         while self._ghost_once and len(self._once) + len(self._ghost_once) > self._capacity:

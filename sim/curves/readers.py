@@ -159,13 +159,14 @@ def _take(got: _Collected, name: str, piece: bytes, line: int, block: int | None
     may_be_fast = not got.named and (got.format is None or got.format.ids_field == "hash_ids")
     found = got.scanner.extract(piece) if may_be_fast else None
     if found is not None:
+        rest, ids, counts = found
         try:
-            rows = list(_rows(got, name, found.rest, line, block))
+            rows = list(_rows(got, name, rest, line, block))
         except TraceError:
             rows = []  # the plain way says what is wrong, with the right line
-        if rows and [row.ids for row in rows] == list(range(len(found.counts))):
+        if rows and [row.ids for row in rows] == list(range(len(counts))):
             got.rows += rows
-            _add_ids(got, rows, found.ids, found.counts, may_be_negative=False)
+            _add_ids(got, rows, ids, counts, may_be_negative=False)
             return
     rows = list(_rows(got, name, piece, line, block))
     lists = [_checked_ids(got, row) for row in rows]

@@ -79,9 +79,7 @@ def csv_numbers(
     and field.
     """
     try:
-        text = file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise TraceError(f"{file}: cannot be read: {error.strerror}") from None
+        text = _read(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TraceError(f"{file}: not UTF-8 at byte {error.start}") from None
     rows = csv.reader(text.splitlines(), strict=True)

@@ -69,10 +69,9 @@ def curve(
     """
     order = tree.requests.order() if order is None else order
     unit = unit_tokens or tree.requests.block_tokens
-    begin, finish = in_units(tree, unit)
-    blocks = path_units(tree, finish)
+    begin, finish, blocks = in_units(tree, unit)
     n, first = len(order), first_counted(len(order), warm_up)
-    tail = decode_units(tree, unit, blocks) if decode else np.zeros(n, dtype=np.int64)
+    tail = decode_units(tree, unit, blocks) if decode else np.zeros_like(blocks)
     # No distance exceeds all units there are; memory behind the farthest hit is never touched.
     diff = np.zeros(sized(int((finish - begin).sum() + tail.sum()) + 2), dtype=np.int64)
     n_runs = len(tree.parent) + 1
@@ -104,20 +103,18 @@ def as_written(share: float) -> Fraction:
     return Fraction(repr(float(share)))
 
 
-def in_units(tree: PrefixTree, unit_tokens: int) -> tuple[Ints, Ints]:
-    """Depth of each edge's ends in whole units: a unit belongs to the edge its last token is in."""
+def in_units(tree: PrefixTree, unit_tokens: int) -> tuple[Ints, Ints, Ints]:
+    """In whole units: depth of each edge's start and end, and size of each request's path.
+
+    A unit belongs to the edge its last token is in.
+    """
     if not 1 <= unit_tokens < MOST_TRACE_TOKENS:
         raise SpecError(f"a block of {unit_tokens} tokens; it holds at least 1, below 2**61")
     block = tree.requests.block_tokens
-    if unit_tokens == block:
-        return tree.start, tree.end
-    return tree.start * block // unit_tokens, tree.end * block // unit_tokens
-
-
-def path_units(tree: PrefixTree, finish: Ints) -> Ints:
-    """Whole units of each request's path."""
-    units: Ints = np.append(finish, 0)[tree.last_edge]
-    return units
+    begin, finish = tree.start, tree.end
+    if unit_tokens != block:
+        begin, finish = begin * block // unit_tokens, finish * block // unit_tokens
+    return begin, finish, tree.at_path_ends(finish)
 
 
 def hit_caps(tree: PrefixTree, unit_tokens: int, blocks: Ints, *, last_token: bool) -> Ints:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sim.curves.jit import read_only, run, use_numba
 from sim.curves.kernels.surface import stack_surface
-from sim.curves.stack import first_counted, hit_caps, in_units, path_units
+from sim.curves.stack import first_counted, hit_caps, in_units
 from sim.curves.trace import Ints, counted_tokens
 from sim.curves.tree import PrefixTree
 
@@ -100,8 +100,7 @@ def _tier(
     At a full hit the GPU tier loses a whole block, the host tier one token
     (``LMCacheMPConnector.get_num_new_matched_tokens`` of LMCache 0.5.6).
     """
-    begin, finish = in_units(tree, unit)
-    blocks = path_units(tree, finish)
+    begin, finish, blocks = in_units(tree, unit)
     cap = hit_caps(tree, unit, blocks, last_token=last_token and whole) * unit
     if last_token and not whole:
         cap = np.minimum(cap, np.maximum(tree.requests.input_tokens - 1, 0))

@@ -1,6 +1,7 @@
 """Random traces with the structure of real ones: shared prefixes, conversations, repeats."""
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,7 +26,10 @@ def random_trace(seed: int, *, n_requests: int = 60, longest: int = 24) -> Trace
 
 
 def trace_of(
-    paths: list[list[int]], *, block_tokens: int = 16, input_tokens: list[int] | None = None
+    paths: Sequence[Sequence[int] | IdArray],
+    *,
+    block_tokens: int = 16,
+    input_tokens: list[int] | None = None,
 ) -> Trace:
     """A trace of one request a second; prompts fill their blocks unless their tokens are given."""
     counts = np.array([len(path) for path in paths], dtype=np.int64)
@@ -39,7 +43,7 @@ def trace_of(
         block_tokens=block_tokens,
         source="synthetic",
     )
-    ids = np.array([block for path in paths for block in path], dtype=np.int64)
+    ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(p, np.int64) for p in paths)])
     return Trace(requests, ids, offsets_of(counts))
 
 
@@ -68,15 +72,4 @@ def chat_trace(seed: int, *, n_accesses: int, sessions_at_once: int = 200) -> Tr
             running[which] = (path, turns - 1)
         else:
             running.pop(which)
-    counts = np.array([len(part) for part in parts], dtype=np.int64)
-    skeleton = trace_of([[] for _ in parts])
-    requests = Requests(
-        time_ns=skeleton.requests.time_ns,
-        session=skeleton.requests.session,
-        session_start_ns=skeleton.requests.session_start_ns,
-        input_tokens=counts * 16,
-        output_tokens=skeleton.requests.output_tokens,
-        block_tokens=16,
-        source="synthetic",
-    )
-    return Trace(requests, np.concatenate(parts), offsets_of(counts))
+    return trace_of(parts)

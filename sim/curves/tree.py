@@ -59,8 +59,11 @@ class PrefixTree:
 
     def blocks_of_requests(self) -> Ints:
         """Blocks of each request."""
-        ends = np.append(self.end, 0)  # index −1, the empty path, has depth 0
-        return ends[self.last_edge]
+        return self.at_path_ends(self.end)
+
+    def at_path_ends(self, depth: Ints) -> Ints:
+        """For each request what ``depth`` is at its last edge; 0 for an empty prompt."""
+        return np.append(depth, 0)[self.last_edge]
 
     def ids_of(self, r: int) -> Ints:
         """Block ids of request ``r``, numbered afresh: equal prefixes have equal ids."""
@@ -103,13 +106,11 @@ def build_tree(trace: Trace, *, engine: str = "auto") -> PrefixTree:
     """The prefix tree of ``trace``. ``engine``: "auto", "numba" or "plain"; same result."""
     n_requests = len(trace.requests)
     compiled = use_numba(n_requests * 40 + trace.n_accesses // 100, engine)
-    columns = _build_compiled(trace) if compiled else _build_plain(trace)
-    parent, start, end, last_edge = columns
+    parent, start, end, last_edge = (_build_compiled if compiled else _build_plain)(trace)
     n = len(parent)
     by_depth = np.argsort(start, kind="stable")
     ended = np.bincount(last_edge[last_edge >= 0], minlength=n).astype(np.int64)
-    place = np.zeros(n, dtype=np.int64)
-    below, edges_below = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+    place, below, edges_below = (np.zeros(n, dtype=np.int64) for _ in range(3))
     heavy = np.full(n, -1, dtype=np.int64)
     run(
         build.lay_out,
@@ -120,10 +121,9 @@ def build_tree(trace: Trace, *, engine: str = "auto") -> PrefixTree:
     moved_parent[place] = np.where(parent >= 0, place[parent], -1)
     length = np.empty(n, dtype=np.int64)
     length[place] = end - start
-    ends = np.append(place, -1)  # index −1, the empty path, stays −1
-    return PrefixTree.from_edges(
-        trace.requests, moved_parent, length, ends[last_edge].astype(np.int32)
-    )
+    # Index −1, the empty path, stays −1.
+    moved_last = np.append(place, -1)[last_edge].astype(np.int32)
+    return PrefixTree.from_edges(trace.requests, moved_parent, length, moved_last)
 
 
 def _build_compiled(trace: Trace) -> tuple[Ints, Ints, Ints, Ints]:
