@@ -19,7 +19,7 @@ from harness.plan.experiment import Experiment
 from servers.arms import Arm
 from servers.tiers.registry import SERVED
 from sim.dense import DenseShape
-from sim.latency.model import NAMES, LatencyModel, MeasuredTtft, Shape, fit
+from sim.latency.model import NAMES, LatencyModel, Shape, fit
 from sim.predict import Prediction
 
 # The prior is a data-centre GPU: 989 TFLOP/s of dense bf16 (H100 and H200, data sheet) at 55 %,
@@ -232,12 +232,12 @@ def _by_probe(experiment: Experiment, probe: Probe, path: Path) -> Expectation:
     _check_probe(experiment, probe, path)
     if len({(row.new, row.cached) for row in probe.prefill}) < _LEAST_PREFILLS:
         raise InputError(f"{path} has prefill of fewer than {_LEAST_PREFILLS} sizes")
-    prefill = fit(MeasuredTtft(Shape(row.new, row.cached), row.median_s) for row in probe.prefill)
+    prefill = fit((Shape(row.new, row.cached), row.median_s) for row in probe.prefill)
     rates = {c.name: c.used for c in prefill.coefficients}
     copies = _copies_to_device(probe, path)
     load = fit(
         # A copy is a load of one chunk beside one token; the constant is its latency.
-        MeasuredTtft(Shape(1, 0, row.n_bytes, 1), row.median_s)
+        (Shape(1, 0, row.n_bytes, 1), row.median_s)
         for row in copies
     )
     copied = {c.name: c.used for c in load.coefficients}

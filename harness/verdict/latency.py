@@ -34,7 +34,6 @@ from sim.latency.model import (
     METHOD,
     Estimate,
     LatencyModel,
-    MeasuredTtft,
     PredictedTtft,
     Shape,
     fit,
@@ -98,11 +97,8 @@ def check_rows(rows: Iterable[Row], *, run: str, where: str) -> LatencyCheck:
             f"{where} has no row to calibrate on: {len(usable)} complete rows with known sources",
             hint="measure a cold pass to its end",
         )
-    model = fit(MeasuredTtft(shape_of(row), _seconds(row)) for row in calibration)
-    tested = [
-        Tested(row, model.predict(shape_of(row), extrapolate=True), _seconds(row))
-        for row in held_out
-    ]
+    model = fit((shape_of(row), _seconds(row)) for row in calibration)
+    tested = [Tested(row, model.predict(shape_of(row)), _seconds(row)) for row in held_out]
     inside = [test for test in tested if test.prediction.label == "predicted"]
     outside = [test for test in tested if test.prediction.label == "extrapolated"]
     return LatencyCheck(

@@ -9,7 +9,7 @@ what a load costs whatever its size. One prefill step a prompt is assumed
 (``max_num_batched_tokens`` at least the longest prompt), and one request in flight.
 
 Times are seconds. What the calibration rows cannot tell apart is decided exactly, in rationals,
-and no prediction that would depend on it is made unless asked for.
+and a prediction that depends on it says so.
 """
 
 from collections import defaultdict
@@ -38,10 +38,6 @@ INTERVAL_METHOD = (
 )
 
 Vector = tuple[float, ...]
-
-
-class NotCalibratedError(ValueError):
-    """The answer depends on what the calibration rows do not show; the message says on what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +71,6 @@ class Shape:
     def features(self) -> Vector:
         """What each coefficient is multiplied with, in the order of NAMES."""
         return tuple(value / 2 for value in self.doubled)
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredTtft:
-    """One measured request; ``ttft_s`` > 0."""
-
-    shape: Shape
-    ttft_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +171,15 @@ class LatencyModel:
     _fit: _Fit
     _span: Span
 
-    def predict(self, shape: Shape, *, extrapolate: bool = False) -> PredictedTtft:
-        """The TTFT of ``shape``; NotCalibratedError where it is not covered, unless asked."""
-        missing = self.not_covered(shape)
-        if missing and not extrapolate:
-            raise NotCalibratedError("; ".join(missing))
+    def predict(self, shape: Shape) -> PredictedTtft:
+        """The TTFT of ``shape``, extrapolated where the calibration does not cover it."""
         features = shape.features
         value = self._fit.value(features)
-        if missing or self.quantile is None:
-            return PredictedTtft(value, None, None, missing)
+        assumed = (*self.beyond(shape), *self._assumed(shape.doubled))
+        if assumed or self.quantile is None:
+            return PredictedTtft(value, None, None, assumed)
         half = value * self.quantile * sqrt(1 + self._fit.leverage(features))
         return PredictedTtft(value, max(0.0, value - half), value + half, ())
-
-    def not_covered(self, shape: Shape) -> tuple[str, ...]:
-        """Why ``shape`` is outside the calibration; empty when it is inside."""
-        return (*self.beyond(shape), *self._assumed(shape.doubled))
 
     def beyond(self, shape: Shape) -> list[str]:
         """Which quantities of ``shape`` are outside what the calibration rows have."""
@@ -225,8 +207,11 @@ class LatencyModel:
         return [f"the calibration rows do not show {' or '.join(lacking)} by itself: taken as 0"]
 
 
-def fit(rows: Iterable[MeasuredTtft]) -> LatencyModel:
-    """The model that fits ``rows`` best; ValueError without rows or with a TTFT not above 0."""
+def fit(rows: Iterable[tuple[Shape, float]]) -> LatencyModel:
+    """The model that fits ``rows`` best: what was asked, and the TTFT in seconds.
+
+    ValueError without rows or with a TTFT not above 0.
+    """
     cells = _cells(rows)
     shapes = list(cells)
     span = Span()
@@ -252,13 +237,13 @@ def fit(rows: Iterable[MeasuredTtft]) -> LatencyModel:
 Cells = Mapping[Shape, Sequence[float]]
 
 
-def _cells(rows: Iterable[MeasuredTtft]) -> Cells:
+def _cells(rows: Iterable[tuple[Shape, float]]) -> Cells:
     """Times in seconds by shape: rows of one shape share a weight and a fitted value."""
     cells: dict[Shape, list[float]] = defaultdict(list)
-    for row in rows:
-        if not 0 < row.ttft_s < inf:
-            raise ValueError(f"a TTFT of {row.ttft_s} s cannot be fitted: it must be above 0")
-        cells[row.shape].append(row.ttft_s)
+    for shape, ttft_s in rows:
+        if not 0 < ttft_s < inf:
+            raise ValueError(f"a TTFT of {ttft_s} s cannot be fitted: it must be above 0")
+        cells[shape].append(ttft_s)
     if not cells:
         raise ValueError("no calibration rows: there is nothing to fit")
     return cells

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scripts import pcie_probe
-from sim.latency.model import MeasuredTtft, Shape, fit
+from sim.latency.model import Shape, fit
 from tests.places import ROOT
 
 SMALL = {
@@ -104,7 +104,7 @@ def test_the_probes_own_fit_and_the_latency_models_agree_on_noisy_times():
         for i, row in enumerate(rows(a=2e-3, b=3e-5, g=4e-10))
     ]
     ours = pcie_probe.fit_prefill(noisy)
-    model = fit(MeasuredTtft(Shape(r["new"], r["cached"]), r["median_s"]) for r in noisy)
+    model = fit((Shape(r["new"], r["cached"]), r["median_s"]) for r in noisy)
     theirs = {c.name: c.used for c in model.coefficients}
     assert ours is not None
     # Errors relative to the measured times here, to the fitted ones there: near, at 5 % noise.

@@ -6,8 +6,6 @@ import pytest
 from sim.latency.break_even import break_even_chunks, load_or_recompute
 from sim.latency.model import (
     LatencyModel,
-    MeasuredTtft,
-    NotCalibratedError,
     Shape,
     fit,
 )
@@ -26,8 +24,8 @@ def true_s(shape: Shape) -> float:
     return 0.02 + 1e-4 * n + 1e-8 * n * (c + n / 2) + (load if shape.loaded_chunks else 0)
 
 
-def exact(*shapes: Shape) -> list[MeasuredTtft]:
-    return [MeasuredTtft(shape, true_s(shape)) for shape in shapes]
+def exact(*shapes: Shape) -> list[tuple[Shape, float]]:
+    return [(shape, true_s(shape)) for shape in shapes]
 
 
 def status(model: LatencyModel) -> dict[str, str]:
@@ -58,7 +56,7 @@ def test_noise_stays_within_a_few_standard_errors_of_the_truth() -> None:
         for chunks in [draw.randrange(1, 40) if draw.random() < 0.7 else 0 for _ in range(600)]
         for missing in [draw.randrange(MIB) if chunks else 0]
     ]
-    model = fit(MeasuredTtft(s, true_s(s) * draw.gauss(1, 0.03)) for s in shapes)
+    model = fit((s, true_s(s) * draw.gauss(1, 0.03)) for s in shapes)
     assert model.sigma == pytest.approx(0.03, rel=0.15)
     for coefficient in model.coefficients:
         assert coefficient.standard_error is not None
@@ -67,7 +65,7 @@ def test_noise_stays_within_a_few_standard_errors_of_the_truth() -> None:
 
 
 def test_cold_rows_of_one_length_tell_only_their_sum() -> None:
-    model = fit(MeasuredTtft(Shape(2_068, 0), t) for t in (0.6, 0.7))
+    model = fit((Shape(2_068, 0), t) for t in (0.6, 0.7))
     assert status(model) == {
         "overhead": "only together", "per_token": "only together", "per_pair": "only together",
         "per_byte": "never seen", "load_setup": "never seen", "per_chunk": "never seen",
@@ -90,38 +88,36 @@ def test_chunks_of_one_size_tell_a_chunks_cost_but_not_the_bandwidth() -> None:
     # Four whole chunks need only the combination; the same bytes in three chunks need each.
     whole = Shape(500, 1_024, 8 * MIB, 4)
     assert model.predict(whole).ttft_s == pytest.approx(true_s(whole), rel=1e-9)
-    with pytest.raises(NotCalibratedError, match="do not show per_chunk by itself"):
-        model.predict(Shape(500, 1_024, 8 * MIB, 3))
+    (assumed,) = model.predict(Shape(500, 1_024, 8 * MIB, 3)).assumed
+    assert "do not show per_chunk by itself" in assumed
 
 
-def test_whole_hits_and_cold_rows_do_not_tell_tokens_from_pairs_so_part_hits_are_refused() -> None:
+def test_whole_hits_and_cold_rows_do_not_tell_tokens_from_pairs_so_part_hits_assume() -> None:
     # Without pairs the two say 1 ms a token and no overhead.
-    model = fit([MeasuredTtft(Shape(1_000, 0), 1.0), MeasuredTtft(Shape(100, 900), 0.1)])
+    model = fit([(Shape(1_000, 0), 1.0), (Shape(100, 900), 0.1)])
     part = Shape(550, 450)
-    with pytest.raises(NotCalibratedError, match="do not show per_pair by itself: taken as 0"):
-        model.predict(part)
-    asked = model.predict(part, extrapolate=True)
+    asked = model.predict(part)
+    (assumed,) = asked.assumed
+    assert "do not show per_pair by itself: taken as 0" in assumed
     assert (asked.label, asked.low_s, asked.high_s) == ("extrapolated", None, None)
     assert asked.ttft_s == pytest.approx(0.55)
 
 
-def test_a_longer_prompt_than_any_calibrated_is_refused_unless_asked_for() -> None:
+def test_a_longer_prompt_than_any_calibrated_is_extrapolated() -> None:
     model = fit(exact(*VARIED))
     longer = Shape(4_001, 0)
-    with pytest.raises(NotCalibratedError) as refused:
-        model.predict(longer)
-    assert "computed tokens is 4,001, calibrated are 100 to 4,000" in str(refused.value)
-    asked = model.predict(longer, extrapolate=True)
+    asked = model.predict(longer)
+    assert "computed tokens is 4,001, calibrated are 100 to 4,000" in asked.assumed
     assert asked.label == "extrapolated"
     assert asked.ttft_s == pytest.approx(true_s(longer), rel=1e-6)
 
 
 def test_a_load_that_seems_to_save_time_costs_nothing_rather_than_less() -> None:
     loads = [
-        MeasuredTtft(Shape(100, 900, MIB, 1), 0.08),
-        MeasuredTtft(Shape(100, 900, 2 * MIB, 2), 0.08),
+        (Shape(100, 900, MIB, 1), 0.08),
+        (Shape(100, 900, 2 * MIB, 2), 0.08),
     ]
-    model = fit([MeasuredTtft(Shape(100, 900), 0.1), *loads])
+    model = fit([(Shape(100, 900), 0.1), *loads])
     assert [c.used for c in model.coefficients if c.name in ("per_byte", "load_setup")] == [0, 0]
     assert status(model)["load_setup"] == "at zero"
 
@@ -129,12 +125,12 @@ def test_a_load_that_seems_to_save_time_costs_nothing_rather_than_less() -> None
 def test_a_slow_prompt_off_the_line_does_not_bend_the_fast_ones() -> None:
     # Not weighted, the straight line through these is 0.044 + 0.000893·n: 33 % off at 100 tokens.
     times = {100: 0.1, 1_000: 1.0, 2_000: 1.8}
-    model = fit(MeasuredTtft(Shape(n, 0), t) for n, t in times.items())
+    model = fit((Shape(n, 0), t) for n, t in times.items())
     assert model.predict(Shape(100, 0)).ttft_s == pytest.approx(0.1, rel=0.05)
 
 
 def test_the_interval_is_the_residuals_rank_widened_by_leverage() -> None:
-    model = fit(MeasuredTtft(Shape(10, 0), t) for t in [0.9, 1.1] * 10)
+    model = fit((Shape(10, 0), t) for t in [0.9, 1.1] * 10)
     # 20 rows of one shape: fitted 1.0, every |residual| 0.1, leverage 1/20
     found = model.predict(Shape(10, 0))
     half = 0.1 / sqrt(1 - 1 / 20) * sqrt(1 + 1 / 20)
@@ -145,45 +141,43 @@ def test_the_interval_is_the_residuals_rank_widened_by_leverage() -> None:
 def test_eighteen_rows_are_too_few_for_a_95_percent_interval() -> None:
     # ⌈0.95 · 19⌉ = 19 of 18 residuals; with 19 rows it is the largest.
     shape = Shape(10, 0)
-    assert fit([MeasuredTtft(shape, 1.0)] * 18).predict(shape).low_s is None
-    assert fit([MeasuredTtft(shape, 1.0)] * 19).predict(shape).low_s == pytest.approx(1.0)
+    assert fit([(shape, 1.0)] * 18).predict(shape).low_s is None
+    assert fit([(shape, 1.0)] * 19).predict(shape).low_s == pytest.approx(1.0)
 
 
 def test_a_row_that_alone_decides_its_fit_teaches_nothing_about_the_spread() -> None:
-    rows = [MeasuredTtft(Shape(10, 0), t) for t in [0.9, 1.1] * 10]
-    alone = MeasuredTtft(Shape(10, 100, MIB, 1), 1.5)
+    rows = [(Shape(10, 0), t) for t in [0.9, 1.1] * 10]
+    alone = (Shape(10, 100, MIB, 1), 1.5)
     assert fit([*rows, alone]).quantile == pytest.approx(0.1 / sqrt(0.95))
 
 
 def test_an_extrapolation_has_no_interval_however_many_rows_there_are() -> None:
-    model = fit([MeasuredTtft(Shape(10, 0), 1.0)] * 30)
+    model = fit([(Shape(10, 0), 1.0)] * 30)
     assert model.predict(Shape(10, 0)).low_s is not None
-    assert model.predict(Shape(11, 0), extrapolate=True).low_s is None
+    assert model.predict(Shape(11, 0)).low_s is None
 
 
 def test_the_interval_covers_what_it_says_on_rows_not_used_for_the_fit() -> None:
     draw = random.Random(5)
 
-    def noisy(count: int) -> list[MeasuredTtft]:
+    def noisy(count: int) -> list[tuple[Shape, float]]:
         shapes = [draw.choice(VARIED) for _ in range(count)]
-        return [MeasuredTtft(shape, true_s(shape) * draw.gauss(1, 0.1)) for shape in shapes]
+        return [(shape, true_s(shape) * draw.gauss(1, 0.1)) for shape in shapes]
 
     model = fit(noisy(500))
     covered = 0
-    for row in noisy(2_000):
-        found = model.predict(row.shape)
+    for shape, ttft_s in noisy(2_000):
+        found = model.predict(shape)
         assert found.low_s is not None
         assert found.high_s is not None
-        covered += found.low_s <= row.ttft_s <= found.high_s
+        covered += found.low_s <= ttft_s <= found.high_s
     assert 0.93 < covered / 2_000 < 0.97
 
 
 def line(chunk_s: float) -> LatencyModel:
     """1 ms a token; loads: 500 ms, then ``chunk_s`` for each chunk of 100 tokens and 1 MB."""
-    rows = [MeasuredTtft(Shape(n, 0), n / 1_000) for n in (10, 500, 1_500)]
-    loads = [
-        MeasuredTtft(Shape(10, 100 * k, 10**6 * k, k), 0.01 + 0.5 + chunk_s * k) for k in (1, 5, 10)
-    ]
+    rows = [(Shape(n, 0), n / 1_000) for n in (10, 500, 1_500)]
+    loads = [(Shape(10, 100 * k, 10**6 * k, k), 0.01 + 0.5 + chunk_s * k) for k in (1, 5, 10)]
     return fit([*rows, *loads])
 
 
@@ -210,8 +204,8 @@ def test_a_break_even_size_beyond_the_calibrated_loads_says_so() -> None:
 
 
 def test_break_even_of_a_load_size_the_rows_do_not_tell_says_what_it_assumes() -> None:
-    hit, cold = MeasuredTtft(Shape(20, 2_048), 0.03), MeasuredTtft(Shape(2_068, 0), 0.65)
-    model = fit([hit, cold, MeasuredTtft(Shape(20, 2_048, 8 * MIB, 8), 0.06)])
+    hit, cold = (Shape(20, 2_048), 0.03), (Shape(2_068, 0), 0.65)
+    model = fit([hit, cold, (Shape(20, 2_048, 8 * MIB, 8), 0.06)])
     unit = {"chunk_tokens": 256, "chunk_bytes": MIB}
     # All eight chunks are the three rows' own differences; four need pairs and setup apart.
     assert load_or_recompute(model, chunks=8, **unit).saved.value_s == pytest.approx(0.59)
@@ -239,4 +233,4 @@ def test_nothing_to_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="no calibration rows"):
         fit([])
     with pytest.raises(ValueError, match="must be above 0"):
-        fit([MeasuredTtft(Shape(5, 0), 0.0)])
+        fit([(Shape(5, 0), 0.0)])
