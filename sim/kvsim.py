@@ -37,7 +37,10 @@ class LRUCache:
             self._sizes.move_to_end(key)
             return True
         if self.capacity > 0 and size <= self.capacity:
-            self._evict_until_fits(size)
+            while self.used + size > self.capacity:
+                _, evicted = self._sizes.popitem(last=False)
+                # A caller's fractional sizes leave rounding dust; an empty cache uses exactly 0.
+                self.used = self.used - evicted if self._sizes else 0
             self._sizes[key] = size
             self.used += size
         return False
@@ -49,12 +52,6 @@ class LRUCache:
     def keys(self) -> list[Hashable]:
         """Stored keys, oldest (next to be evicted) first."""
         return list(self._sizes)
-
-    def _evict_until_fits(self, size: int) -> None:
-        while self.used + size > self.capacity:
-            _, evicted = self._sizes.popitem(last=False)
-            # A caller's fractional sizes leave rounding dust behind; an empty cache uses exactly 0.
-            self.used = self.used - evicted if self._sizes else 0
 
 
 class TwoTierCache:

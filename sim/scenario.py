@@ -45,19 +45,13 @@ class PassResult(TypedDict):
     hit_docs: list[int]
 
 
-class ScenarioResult(TypedDict):
-    """``passes``: one result a pass, in the order they were read."""
-
-    passes: list[PassResult]
-
-
 def run_scenario(
     *, gpu: int, docs: int, tokens: int, passes: Sequence[str], cpu: int
-) -> ScenarioResult:
+) -> dict[str, list[PassResult]]:
     """Read documents 0 … docs-1, each of size ``tokens``, in ``passes`` through ONE cache.
 
     ``gpu``, ``cpu``: capacities in tokens. A pass is ``fwd`` (from 0 in order) or ``rev``; raises
-    ValueError for another word or a negative size.
+    ValueError for another word or a negative size. ``passes`` of the answer are in their order.
     """
     cache = TwoTierCache(gpu, cpu)
     return {"passes": [_read_pass(cache, order, docs=docs, tokens=tokens) for order in passes]}
@@ -98,8 +92,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
 
     def print_help(self, file: object = None) -> None:
-        status = _write_stdout(self.format_help())
-        self.exit(status)
+        self.exit(_write_stdout(self.format_help()))
 
 
 def _build_parser() -> argparse.ArgumentParser:

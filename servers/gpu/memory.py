@@ -17,8 +17,6 @@ from sim.units import MIB
 _TOLERANCE_BYTES: Final = 256 * MIB
 _POLL_S: Final = 0.25
 
-States = Mapping[str, GpuState]
-
 
 @contextmanager
 def freed_afterwards(
@@ -37,37 +35,26 @@ def freed_afterwards(
         yield unread
         return
     with nullcontext(read) if read else state_reader(devices) as read_states:
-        before = read_states()
+        before = _used(read_states())
         yield unread
         until = time.monotonic() + deadline_s
-        while (busy := _busy(devices, before, now := read_states())) or _unsure(before, now):
-            if time.monotonic() > until:
+        while True:
+            now = _used(read_states())
+            more = {uuid: now[uuid] - used for uuid, used in before.items() if uuid in now}
+            busy = [d for d in devices if more.get(d.uuid, 0) > _TOLERANCE_BYTES]
+            if time.monotonic() > until or not (busy or before.keys() - now.keys()):
                 break
             time.sleep(_POLL_S)
-    unread += [device.label for device in devices if _used(now, device.uuid) is None]
+    unread += [device.label for device in devices if device.uuid not in now]
     if busy:
         raise LaunchError(
             f"{deadline_s:g} s after the server ended its GPU memory is not back: "
-            + ", ".join(f"{label} holds {more / MIB:.0f} MiB more" for label, more in busy.items()),
+            + ", ".join(f"{d.label} holds {more[d.uuid] / MIB:.0f} MiB more" for d in busy),
             hint="see `nvidia-smi` for the process that holds it; nothing else may use the GPU",
         )
 
 
-def _busy(devices: Sequence[Device], before: States, now: States) -> dict[str, int]:
-    """By label, the bytes a device holds beyond what it held before and the tolerance."""
-    more = {
-        device.label: used - known
-        for device in devices
-        if (known := _used(before, device.uuid)) is not None
-        and (used := _used(now, device.uuid)) is not None
-    }
-    return {label: extra for label, extra in more.items() if extra > _TOLERANCE_BYTES}
-
-
-def _unsure(before: States, now: States) -> bool:
-    """Whether a device that could be read before cannot be read now."""
-    return any(_used(before, uuid) is not None and _used(now, uuid) is None for uuid in before)
-
-
-def _used(states: States, uuid: str) -> int | None:
-    return states[uuid].memory.used_bytes if uuid in states else None
+def _used(states: Mapping[str, GpuState]) -> dict[str, int]:
+    """Bytes used by UUID, of the devices that can be read."""
+    used = {uuid: state.memory.used_bytes for uuid, state in states.items()}
+    return {uuid: n_bytes for uuid, n_bytes in used.items() if n_bytes is not None}

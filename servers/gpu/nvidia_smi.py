@@ -49,6 +49,7 @@ _FIXED: Final = (
 )
 # Each was added, or renamed, at some driver version.
 _ALONE: Final = ("name", "driver_version", "compute_cap", "mig.mode.current")
+_CSV: Final = "--format=csv,noheader,nounits"
 _REASONS: Final = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 
 Ask = Callable[[Sequence[str]], str | None]
@@ -119,22 +120,17 @@ def parse_table(text: str, fields: Sequence[str]) -> Table:
 def parse_list(text: str) -> dict[str, tuple[MigInstance, ...]]:
     """MIG instances by GPU UUID, from ``nvidia-smi -L``; their memory is not in it."""
     found: dict[str, list[MigInstance]] = {}
-    gpu = None
-    for line in text.splitlines():
-        match = re.search(r"\(UUID:\s*([^)\s]+)\)", line)
-        if match is None:
-            continue
-        if line.startswith("GPU"):
-            gpu = match[1]
-            found[gpu] = []
-        elif gpu is not None and match[1].startswith("MIG-"):
-            found[gpu].append(MigInstance(match[1]))
+    for is_gpu, uuid in re.findall(r"(?m)^(GPU)?.*?\(UUID:\s*([^)\s]+)\)", text):
+        if is_gpu:
+            instances = found[uuid] = []
+        elif found and uuid.startswith("MIG-"):
+            instances.append(MigInstance(uuid))
     return {uuid: tuple(instances) for uuid, instances in found.items()}
 
 
 def _query(ask: Ask, fields: Sequence[str]) -> Table:
     query = f"--query-gpu={','.join(('uuid', *fields))}"
-    return parse_table(ask([query, "--format=csv,noheader,nounits"]) or "", fields)
+    return parse_table(ask([query, _CSV]) or "", fields)
 
 
 def _reasons(ask: Ask) -> Table:
@@ -146,10 +142,9 @@ def _reasons(ask: Ask) -> Table:
 
 
 def _merge(table: Table, *others: Table) -> None:
-    for other in others:
-        for uuid, row in other.items():
-            if uuid in table:
-                table[uuid] |= row
+    for uuid, row in table.items():
+        for other in others:
+            row |= other.get(uuid, {})
 
 
 def _gpu(
@@ -181,12 +176,10 @@ def _gpu(
 
 
 def _state(row: dict[str, str]) -> GpuState:
-    total = _positive(row.get("memory.total"))
-    used, free = (_int(row.get(field)) for field in ("memory.used", "memory.free"))
-    memory = GpuMemory() if total is None else GpuMemory(*map(_from_mib, (total, used, free)))
+    total, used, free = (_from_mib(row.get(field)) for field in _MEMORY)
     bits = row.get(_REASONS[0], "")
     return GpuState(
-        memory=memory,
+        memory=GpuMemory(total, used, free) if total else GpuMemory(),
         sm_mhz=_positive(row.get("clocks.sm")),
         memory_mhz=_positive(row.get("clocks.mem")),
         temperature_c=_int(row.get("temperature.gpu")),
@@ -198,17 +191,16 @@ def _state(row: dict[str, str]) -> GpuState:
 
 
 def _processes(ask: Ask) -> dict[str, tuple[GpuProcess, ...]] | None:
-    fields = "--query-compute-apps=gpu_uuid,pid,used_memory"
-    text = ask([fields, "--format=csv,noheader,nounits"])
+    text = ask(["--query-compute-apps=gpu_uuid,pid,used_memory", _CSV])
     if text is None:
         return None
     found: dict[str, list[GpuProcess]] = defaultdict(list)
     for line in text.splitlines():
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == 3 and _UUID.fullmatch(parts[0]):
-            pid, used = _int(parts[1]), _int(parts[2])
+            pid = _int(parts[1])
             seen = None if pid is None else visible_pid(pid)
-            found[parts[0]].append(GpuProcess(seen, _from_mib(used)))
+            found[parts[0]].append(GpuProcess(seen, _from_mib(parts[2])))
     return {uuid: tuple(some) for uuid, some in found.items()}
 
 
@@ -234,5 +226,6 @@ def _switch(value: str | None) -> bool | None:
     return {"Enabled": True, "Disabled": False}.get(value or "")
 
 
-def _from_mib(mib: int | None) -> int | None:
+def _from_mib(value: str | None) -> int | None:
+    mib = _int(value)
     return None if mib is None else mib * MIB

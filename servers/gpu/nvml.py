@@ -6,7 +6,7 @@ old for the function, a lost GPU. Each refusal makes that one fact unknown.
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from servers.gpu.facts import (
 
 # NVML answers "not available" with all bits set, of 32 or 64.
 _NOT_AVAILABLE: Final = frozenset({2**32 - 1, 2**64 - 1})
+_SM, _MEM = 1, 2  # nvmlClockType_t
 
 
 class NoNvml(Exception):  # noqa: N818 - says what is missing, like the other error names here
@@ -72,6 +73,7 @@ class Nvml:
 
     def survey(self) -> Survey:
         """Every GPU; one that cannot even be opened stays in the list with nothing known."""
+        cuda = self.ask("nvmlSystemGetCudaDriverVersion_v2")
         n_gpus = self.ask("nvmlDeviceGetCount") or 0
         handles = (self.ask("nvmlDeviceGetHandleByIndex", index) for index in range(n_gpus))
         found = [
@@ -82,7 +84,7 @@ class Nvml:
             "nvml",
             in_pci_order(found),
             driver=_text(self.ask("nvmlSystemGetDriverVersion")),
-            cuda=_cuda(self.ask("nvmlSystemGetCudaDriverVersion_v2")),
+            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if _positive(cuda) else None,
             why_not=None if found else "NVML lists no GPU",
         )
 
@@ -99,7 +101,7 @@ class Nvml:
 
     def _gpu(self, index: int, handle: Any) -> Gpu:
         capability = self.ask("nvmlDeviceGetCudaComputeCapability", handle)
-        mode = self.ask("nvmlDeviceGetMigMode", handle)
+        mig_enabled = _switch(self.ask("nvmlDeviceGetMigMode", handle))
         uuid = _text(self.ask("nvmlDeviceGetUUID", handle))
         return Gpu(
             index,
@@ -107,14 +109,14 @@ class Nvml:
             name=_text(self.ask("nvmlDeviceGetName", handle)),
             pci_bus_id=_text(getattr(self.ask("nvmlDeviceGetPciInfo", handle), "busId", None)),
             compute_capability=None if capability is None else "{}.{}".format(*capability),
-            mig_enabled=None if mode is None else bool(mode[0]),
-            mig=self._mig(handle, uuid) if mode and mode[0] else (),
+            mig_enabled=mig_enabled,
+            mig=self._mig(handle, uuid) if mig_enabled else (),
             pcie_generation_max=_positive(self.ask("nvmlDeviceGetMaxPcieLinkGeneration", handle)),
             pcie_width_max=_positive(self.ask("nvmlDeviceGetMaxPcieLinkWidth", handle)),
-            sm_mhz_max=_positive(self._clock("nvmlDeviceGetMaxClockInfo", handle, "SM")),
-            memory_mhz_max=_positive(self._clock("nvmlDeviceGetMaxClockInfo", handle, "MEM")),
+            sm_mhz_max=_positive(self.ask("nvmlDeviceGetMaxClockInfo", handle, _SM)),
+            memory_mhz_max=_positive(self.ask("nvmlDeviceGetMaxClockInfo", handle, _MEM)),
             power_limit_w=_watts(self.ask("nvmlDeviceGetEnforcedPowerLimit", handle)),
-            ecc_enabled=_first_switch(self.ask("nvmlDeviceGetEccMode", handle)),
+            ecc_enabled=_switch(self.ask("nvmlDeviceGetEccMode", handle)),
             persistence_enabled=_switch(self.ask("nvmlDeviceGetPersistenceMode", handle)),
             processes=self._processes(handle),
             state=self._state(handle),
@@ -126,8 +128,8 @@ class Nvml:
             reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return GpuState(
             memory=self._memory(handle),
-            sm_mhz=_positive(self._clock("nvmlDeviceGetClockInfo", handle, "SM")),
-            memory_mhz=_positive(self._clock("nvmlDeviceGetClockInfo", handle, "MEM")),
+            sm_mhz=_positive(self.ask("nvmlDeviceGetClockInfo", handle, _SM)),
+            memory_mhz=_positive(self.ask("nvmlDeviceGetClockInfo", handle, _MEM)),
             temperature_c=self._temperature(handle),
             power_w=_watts(self.ask("nvmlDeviceGetPowerUsage", handle)),
             throttle=None if reasons is None else reason_words(reasons),
@@ -147,11 +149,7 @@ class Nvml:
         value = self.ask("nvmlDeviceGetTemperatureV", handle, sensor)
         if value is None:  # before R565; the old function goes with CUDA 14
             value = self.ask("nvmlDeviceGetTemperature", handle, sensor)
-        return _number(value)
-
-    def _clock(self, function: str, handle: Any, kind: str) -> Any:
-        number = {"SM": 1, "MEM": 2}[kind]  # nvmlClockType_t
-        return self.ask(function, handle, number)
+        return _known(value)
 
     def _mig(self, handle: Any, gpu_uuid: str | None) -> tuple[MigInstance, ...] | None:
         most = self.ask("nvmlDeviceGetMaxMigDeviceCount", handle)
@@ -201,10 +199,6 @@ def _text(answer: Any) -> str | None:
     return text.strip() or None if isinstance(text, str) else None
 
 
-def _number(answer: Any) -> int | None:
-    return answer if isinstance(answer, int) else None
-
-
 def _known(answer: Any) -> int | None:
     return answer if isinstance(answer, int) and answer not in _NOT_AVAILABLE else None
 
@@ -219,13 +213,6 @@ def _watts(milliwatts: Any) -> float | None:
 
 
 def _switch(answer: Any) -> bool | None:
-    return None if answer is None else bool(answer)
-
-
-def _first_switch(answer: Any) -> bool | None:
-    """Of ``[current, pending]``."""
-    return None if answer is None else bool(answer[0])
-
-
-def _cuda(number: Any) -> str | None:
-    return f"{number // 1000}.{number % 1000 // 10}" if _positive(number) else None
+    """Of a state, or of ``[current, pending]``."""
+    current = answer[0] if isinstance(answer, Sequence) else answer
+    return None if current is None else bool(current)
