@@ -140,9 +140,8 @@ def hint_for(child: Child) -> str:
 
 def tree(child: Child) -> list[Identity]:
     """Live processes of this child: below it, and in its group even if their parent is gone."""
-    found = dict.fromkeys(processes.descendants(child.identity.pid))
-    found |= dict.fromkeys(processes.group_members(child.identity.pid))
-    return list(found)
+    pid = child.identity.pid
+    return list(dict.fromkeys([*processes.descendants(pid), *processes.group_members(pid)]))
 
 
 def record_tree(children: Sequence[Child], ledger: Ledger) -> None:

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
-from typing import Final, NoReturn
+from typing import Final
 
 from servers import processes
 from servers.arms import Arm
@@ -40,13 +39,13 @@ STOP_GRACE_S: Final = 30.0
 _EARLY_GRACE_S: Final = 5.0
 # The group outlives its leader by a moment: Python's resource tracker unlinks shared memory last.
 _GROUP_GRACE_S: Final = 5.0
+# In every server's environment, with a value of this launch's own: what a server's descendants keep
+# when they leave its session and its process group.
+_MARK: Final = "KVCLIFF_LAUNCH"
 # Becomes the server by exec, which keeps pid and parent-death signal. Not a preexec_fn: that would
 # run Python between fork and exec, unsafe beside other threads. SIGTERM, not SIGKILL: vLLM's API
 # server must take its engine core down with it. 1 is PR_SET_PDEATHSIG (prctl(2)); the parent may
 # have ended before the request, and then nobody would end the server.
-# In every server's environment, with a value of this launch's own: what a server's descendants keep
-# when they leave its session and its process group.
-_MARK: Final = "KVCLIFF_LAUNCH"
 _END_WITH_PARENT: Final = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
@@ -246,13 +245,9 @@ def _ended_by_signals() -> Iterator[None]:
     with ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _exit_on_signal)
+                signal.signal(number, lambda number, frame: sys.exit(128 + number))
                 stack.callback(signal.signal, number, signal.SIG_DFL)
         yield
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 @contextmanager
@@ -270,21 +265,14 @@ def _signals_deferred() -> Iterator[None]:
             signal.raise_signal(number)
 
 
+@_signals_deferred()
 def _stop(
-    children: Sequence[Child], ports: Ports, ledger: Ledger, *, mark: str, grace_s: float
-) -> str | None:
-    """``_stop_all``, not to be interrupted: it is bounded by ``grace_s`` and some seconds each."""
-    with _signals_deferred():
-        return _stop_all(children, ports, ledger, mark=mark, grace_s=grace_s)
-
-
-def _stop_all(
     children: Sequence[Child], ports: Ports, ledger: Ledger, *, mark: str, grace_s: float
 ) -> str | None:
     """End vLLM, then LMCache, then whatever they left; says what survives, None if nothing does.
 
     vLLM goes first: it tells LMCache goodbye. Processes that carry this launch's ``mark`` are the
-    servers' too, wherever they moved to.
+    servers' too, wherever they moved to. Bounded by ``grace_s`` and some seconds for each.
     """
     record_tree(children, ledger)
     for child in children:

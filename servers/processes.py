@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,7 +60,9 @@ class LeftOver:
 def identify(pid: int) -> Identity | None:
     """The identity of the live process ``pid``; None when there is none or it is a zombie.
 
-    A zombie has ended: it holds no memory and no port, and only its parent can remove it.
+    A zombie has ended: it holds no memory and no port, and only its parent can remove it. But one
+    with threads left is a main thread that ended first: the process keeps its memory and ports,
+    and wait() does not return it yet.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -67,19 +70,10 @@ def identify(pid: int) -> Identity | None:
         return None
     # The second field, the name in brackets, may itself hold spaces and brackets (proc(5)).
     fields = text.rpartition(")")[2].split()
-    state, ticks = fields[0], int(fields[19])
-    if state == "X" or (state == "Z" and not _has_other_threads(pid)):
+    state, n_threads, ticks = fields[0], int(fields[17]), int(fields[19])
+    if state == "X" or (state == "Z" and n_threads <= 1):
         return None
     return Identity(pid, ticks, boot_id())
-
-
-def _has_other_threads(pid: int) -> bool:
-    # A main thread that ended before its others shows as a zombie, but the process still runs: it
-    # keeps its memory and ports, and wait() does not return it yet.
-    try:
-        return len(os.listdir(f"/proc/{pid}/task")) > 1  # noqa: PTH208 - /proc, names only
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def is_alive(identity: Identity) -> bool:
@@ -98,8 +92,7 @@ def descendants(pid: int) -> list[Identity]:
         tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-    found = (identify(process.pid) for process in tree)
-    return [identity for identity in found if identity is not None]
+    return [identity for process in tree if (identity := identify(process.pid)) is not None]
 
 
 def group_members(group: int) -> list[Identity]:
@@ -147,10 +140,8 @@ def send(identity: Identity, number: signal.Signals) -> None:
     """Signal exactly this process; nothing happens when it is gone, whoever has its pid now."""
     # A pid cannot change hands between this check and the kill unless the whole pid space wraps.
     if is_alive(identity):
-        try:
+        with suppress(ProcessLookupError):
             os.kill(identity.pid, number)
-        except ProcessLookupError:
-            return
 
 
 def kill(identities: Iterable[Identity]) -> list[Identity]:
@@ -200,9 +191,10 @@ class Ledger:
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab+") as file:
-            # A crash may have cut the last line: without this its rest would swallow ours.
-            text = json.dumps(line) + "\n"
-            file.write((text if _ends_in_newline(self._path) else "\n" + text).encode())
+            # A crash may have cut the last line: its rest would swallow ours.
+            file.seek(max(file.tell() - 1, 0))
+            end = b"" if file.read() in (b"", b"\n") else b"\n"
+            file.write(end + json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -268,29 +260,17 @@ def unlink_segments(pids: Iterable[int]) -> list[str]:
     return removed
 
 
-def _ends_in_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
 def _lines(ledger: Path) -> list[_Line]:
     """Whole records of ``ledger``; fragments left by a crash are passed over."""
     if not ledger.exists():
         return []
-    texts = ledger.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for text in texts if (line := _parse(text)) is not None]
-
-
-def _parse(text: str) -> _Line | None:
-    try:
-        record = json.loads(text)
-        identity = Identity(record["pid"], record["create_time"], record["boot_id"])
-        return _Line(record["session"], record["role"], identity, record["work"])
-    except (ValueError, LookupError, TypeError):
-        return None
+    lines = []
+    for text in ledger.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, LookupError, TypeError):
+            record = json.loads(text)
+            identity = Identity(record["pid"], record["create_time"], record["boot_id"])
+            lines.append(_Line(record["session"], record["role"], identity, record["work"]))
+    return lines
 
 
 def _command_line(pid: int) -> str:

@@ -6,7 +6,7 @@ into the manifest, and what in it spoils a measurement is said in its ``warnings
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, Final, Literal
@@ -29,6 +29,16 @@ _NUMBERS: Final = (
     "pcie_generation",
     "pcie_width",
 )
+
+
+# What must be alike in all sessions, from a device's ``under_load``; None where it is not known.
+_COMPARED: Final[dict[str, Callable[[Mapping[str, Any]], Any]]] = {
+    "PCIe generation": lambda load: load["pcie_generation"] and load["pcie_generation"][1],
+    "number of PCIe lanes": lambda load: load["pcie_width"] and load["pcie_width"][1],
+    "throttling": lambda load: (
+        load["n_throttle"] and ("+".join(sorted(SLOWED & set(load["throttle"]))) or "none")
+    ),
+}
 
 
 class GpuSamples:
@@ -64,7 +74,8 @@ class GpuSamples:
         gpu = asdict(device.gpu)
         for changing in ("state", "processes", "mig"):
             del gpu[changing]
-        states = [taken[device.uuid] for taken in (*self._taken, *self._bounds())]
+        bounds = [self._moments[name] for name in ("ready", "end") if name in self._moments]
+        states = [taken[device.uuid] for taken in (*self._taken, *bounds)]
         return {
             **gpu,
             "uuid": device.uuid,
@@ -73,9 +84,6 @@ class GpuSamples:
             **{moment: asdict(taken[device.uuid]) for moment, taken in self._moments.items()},
             "under_load": _summary(states),
         }
-
-    def _bounds(self) -> list[dict[str, GpuState]]:
-        return [self._moments[moment] for moment in ("ready", "end") if moment in self._moments]
 
 
 @contextmanager
@@ -138,32 +146,15 @@ def session_changes(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
             by_device.setdefault(device["uuid"], {})[session] = device
     for sessions in by_device.values():
         label = next(iter(sessions.values()))["label"]
-        for what, values in _comparable(sessions).items():
+        # A session that does not know, or hardly looked, is left out.
+        loads = {session: device["under_load"] for session, device in sessions.items()}
+        looked = {s: load for s, load in loads.items() if load["n_samples"] >= _ENOUGH_SAMPLES}
+        for what, value_of in _COMPARED.items():
+            values = {s: value for s, load in looked.items() if (value := value_of(load))}
             if len(set(values.values())) > 1:
                 listed = ", ".join(f"{session} {value}" for session, value in values.items())
                 changes.append(f"{label}: {what} is not the same in all sessions: {listed}")
     return changes
-
-
-def _comparable(sessions: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By what, the sessions' values; a session that does not know, or hardly looked, is left out."""
-    found: dict[str, dict[str, Any]] = {
-        "PCIe generation": {},
-        "number of PCIe lanes": {},
-        "throttling": {},
-    }
-    for session, device in sessions.items():
-        load = device["under_load"]
-        if load["n_samples"] < _ENOUGH_SAMPLES:
-            continue
-        if load["pcie_generation"]:
-            found["PCIe generation"][session] = load["pcie_generation"][1]
-        if load["pcie_width"]:
-            found["number of PCIe lanes"][session] = load["pcie_width"][1]
-        if load["n_throttle"]:
-            reasons = sorted(SLOWED & set(load["throttle"]))
-            found["throttling"][session] = "+".join(reasons) or "none"
-    return found
 
 
 def _sample(samples: GpuSamples, stop: threading.Event, period_s: float) -> None:
