@@ -9,7 +9,6 @@ import psutil
 from servers.arms import Arm
 from servers.command import is_local
 from servers.errors import LaunchError
-from servers.gpu.facts import MIB
 from servers.tiers.base import Transfer
 from sim.geometry import KvGeometry
 from sim.units import GIB, MIB
