@@ -187,8 +187,8 @@ def overlapping_against_block_pool(wanted: int) -> Count:
     count = Count()
     for seed, _, tree, keys in _traces(count, wanted, 40_000, n_requests=40, longest=12):
         events = random_events(len(keys), seed)
-        found = concurrent_curve(tree, events, engine=ENGINES[seed % 2])
-        least = max(found.exact_from, 1)
+        found, exact_from = concurrent_curve(tree, events, engine=ENGINES[seed % 2])
+        least = max(exact_from, 1)
         for capacity in _some(range(least, max(tree.n_blocks, least) + 2), seed):
             pool, hits = RealPool(capacity), 0
             for event in events:
@@ -196,7 +196,7 @@ def overlapping_against_block_pool(wanted: int) -> Count:
                     hits += pool.start(event, keys[event])
                 else:
                     pool.finish(-1 - event)
-            count.add(hits, found.curve.at(capacity), f"seed {seed}, capacity {capacity}")
+            count.add(hits, found.at(capacity), f"seed {seed}, capacity {capacity}")
     return count
 
 

@@ -112,14 +112,13 @@ def _curve_json(loaded: Loaded, found: Curve) -> dict[str, Any]:
 def _overlapping(loaded: Loaded, how: Serving, file: Path, engine: str) -> tuple[Curve, int]:
     if how.forward or how.warm_up:
         raise InputError("a given concurrency cannot be combined with forward order or warm-up")
-    found = concurrent_curve(
+    return concurrent_curve(
         loaded.tree,
         events_of(*read_lifetimes(file, len(loaded.tree.requests))),
         last_token=how.last_token,
         decode=how.decode,
         engine=engine,
     )
-    return found.curve, found.exact_from
 
 
 def _capacities(loaded: Loaded, at: str | None) -> list[int]:

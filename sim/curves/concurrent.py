@@ -6,7 +6,6 @@ have made vLLM wait or preempt, which changes the order itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,6 @@ from sim.curves.sources import csv_numbers
 from sim.curves.stack import Curve, decode_units, hit_caps, in_units
 from sim.curves.trace import Floats, Ints, TraceError, sized
 from sim.curves.tree import PrefixTree
-
-
-@dataclass(frozen=True, slots=True)
-class ConcurrentCurve:
-    """``curve`` holds from ``exact_from`` blocks on, the most held at one time."""
-
-    curve: Curve
-    exact_from: int
 
 
 def read_lifetimes(file: Path, n_requests: int) -> tuple[Floats, Floats]:
@@ -53,13 +44,7 @@ def read_lifetimes(file: Path, n_requests: int) -> tuple[Floats, Floats]:
 
 
 def events_of(starts_s: Floats, finishes_s: Floats) -> Ints:
-    """Start (r) and finish (−1 − r) events by time; at one instant finishes come first.
-
-    Raises ValueError when a request finishes before it starts.
-    """
-    if (finishes_s < starts_s).any():
-        r = int((finishes_s < starts_s).argmax())
-        raise ValueError(f"request {r} finishes at {finishes_s[r]} s, before {starts_s[r]} s")
+    """Start (r) and finish (−1 − r) events by time; at one instant finishes come first."""
     numbers = np.arange(len(starts_s), dtype=np.int64)
     event = np.concatenate([-1 - numbers, numbers])
     # A request without duration must start before it finishes: it finishes last of all.
@@ -73,20 +58,19 @@ def concurrent_curve(
     tree: PrefixTree,
     events: Sequence[int] | Ints,
     *,
-    unit_tokens: int | None = None,
     last_token: bool = False,
     decode: bool = False,
     engine: str = "auto",
-) -> ConcurrentCurve:
+) -> tuple[Curve, int]:
     """The curve of requests that start and finish in the order of ``events`` (``events_of``).
 
-    A block is visible to others once its request has started. ``decode``: blocks of generated
-    tokens are held from the start on. Raises ValueError unless every request starts once and
-    then finishes once.
+    With it the capacity from which on it holds: the most blocks held at one time. A block is
+    visible to others once its request has started. ``decode``: blocks of generated tokens are held
+    from the start on. Raises ValueError unless every request starts once and then finishes once.
     """
     ordered = np.asarray(events, dtype=np.int64)
     _check(ordered, len(tree.requests))
-    unit = unit_tokens or tree.requests.block_tokens
+    unit = tree.requests.block_tokens
     begin, finish, blocks = in_units(tree, unit)
     n_edges = len(tree.parent)
     tail = decode_units(tree, unit, blocks) if decode else np.zeros_like(blocks)
@@ -102,8 +86,7 @@ def concurrent_curve(
         compiled=use_numba(len(ordered) * 60, engine),
     )
     hits = np.cumsum(np.cumsum(diff, out=diff), out=diff)
-    counted = Curve(hits[:-1], int(blocks.sum()), len(tree.requests), unit)
-    return ConcurrentCurve(counted, int(peak))
+    return Curve(hits[:-1], int(blocks.sum()), len(tree.requests), unit), int(peak)
 
 
 def _check(events: Ints, n_requests: int) -> None:
