@@ -38,7 +38,7 @@ from harness.traces.serving import Serving
 from harness.traces.surface import run_surface
 from sim.curves import compiled
 from sim.curves.convert import lookup_events
-from sim.curves.readers import parse_trace, read_trace
+from sim.curves.readers import read_trace
 from sim.curves.sources import sources
 from sim.curves.stack import curve
 from sim.curves.surface import surface
@@ -206,9 +206,9 @@ def ingest(report: Report, path: str) -> None:
     """Block ids a second from JSON in memory, against orjson and json on the same bytes."""
     files = list(sources(path))
     texts = [text for _, text in files]
-    trace = parse_trace(lambda: iter(files), engine="numba")
+    trace = read_trace(path, files=files, engine="numba")
     counted = trace.n_accesses
-    ours = cpu_s(lambda: parse_trace(lambda: iter(files), engine="numba"), 4)
+    ours = cpu_s(lambda: read_trace(path, files=files, engine="numba"), 4)
     sample = texts[:: max(len(texts) // 30, 1)]
     share = sum(map(len, sample)) / sum(map(len, texts))
     rates = {"json": counted * share / cpu_s(lambda: [json.loads(t) for t in sample], 1)}

@@ -126,23 +126,11 @@ def _bailian(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row
 
 
 def _kvcache_simulator(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
-    size = count(row, "block_size", where, least=1)
-    if block not in (None, size):
-        raise TraceError(f"{where}: field 'block_size' is {size}, but {block} was asked for")
-    yield Row(
-        where,
-        row["hash_ids"],
-        moment(row, "timestamp", where, unit_ns=_MS, default=0),
-        size,
-        count(row, "input_length", where),
-        count(row, "output_length", where, default=0),
-    )
+    yield from _mooncake({"timestamp": 0, **row}, where, own_size(row, "block_size", where, block))
 
 
 def _lmcache(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
-    size = count(row, "chunk_size", where, least=1)
-    if block not in (None, size):
-        raise TraceError(f"{where}: field 'chunk_size' is {size}, but {block} was asked for")
+    size = own_size(row, "chunk_size", where, block)
     yield Row(
         where,
         row["chunk_hashes"],
@@ -207,9 +195,7 @@ def _journal(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row
 
 
 def _weka(session: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
-    size = count(session, "block_size", where, least=1)
-    if block not in (None, size):
-        raise TraceError(f"{where}: field 'block_size' is {size}, but {block} was asked for")
+    size = own_size(session, "block_size", where, block)
     name = session.get("id")
     if not isinstance(name, str) or not name:
         raise TraceError(f"{where}: field 'id' is {name!r}; a name is needed")
@@ -303,6 +289,14 @@ def count(
     if not least <= value < 2**62:
         raise TraceError(f"{where}: field {field!r} is {value}; a whole number ≥ {least} is needed")
     return value
+
+
+def own_size(row: dict[str, Any], field: str, where: str, asked: int | None) -> int:
+    """The block size ``row`` itself gives; TraceError where another one was ``asked`` for."""
+    size = count(row, field, where, least=1)
+    if asked not in (None, size):
+        raise TraceError(f"{where}: field {field!r} is {size}, but {asked} was asked for")
+    return size
 
 
 def whole(row: dict[str, Any], field: str, where: str, *, default: int | None = None) -> int:

@@ -4,7 +4,7 @@ A file is read the fast way where its ids are plain whole numbers (``ingest.py``
 way; both give the same trace, and only the plain way reports errors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from sim.curves import turns
 from sim.curves.formats import Format, Row, check_prompt, format_of
 from sim.curves.ingest import ArrayScanner, load_json
-from sim.curves.sources import expected_bytes, sources
+from sim.curves.sources import STDIN, expected_bytes, sources
 from sim.curves.trace import (
     MOST_NS,
     MOST_TRACE_TOKENS,
@@ -39,67 +39,30 @@ def read_trace(
     deltas: bool | None = None,
     engine: str = "auto",
     progress: Progress | None = None,
+    files: Sequence[tuple[str, bytes]] | None = None,
 ) -> Trace:
     """Read the trace at ``path`` (see ``sources``): every request, in the order of the files.
 
     ``block_tokens`` overrides the block size where the format does not carry one. ``deltas`` says
     whether Mooncake rows of a session are turns of it (``turns``); None refuses them. ``progress`` is
-    told the bytes read so far and the file's name. Raises TraceError with file, line and field.
-    """
-    # Standard input can be read only once, and some traces must be read twice.
-    files = list(sources(path)) if path == "-" else None
-    return parse_trace(
-        lambda: iter(files) if files else sources(path),
-        block_tokens=block_tokens,
-        deltas=deltas,
-        engine=engine,
-        progress=progress,
-        expected=expected_bytes(path) or 0,
-    )
-
-
-def parse_trace(
-    files: Callable[[], Iterator[tuple[str, bytes]]],
-    *,
-    block_tokens: int | None = None,
-    deltas: bool | None = None,
-    engine: str = "auto",
-    progress: Progress | None = None,
-    expected: int = 0,
-) -> Trace:
-    """As ``read_trace``, of the (name, content) pairs that each call of ``files`` gives.
-
-    ``expected``: about how many bytes they are, 0 if unknown.
+    told the bytes read so far and the file's name. ``files``: what ``sources`` gives, where that is
+    in memory already. Raises TraceError with file, line and field.
     """
     if block_tokens is not None and not 1 <= block_tokens < MOST_TRACE_TOKENS:
         raise TraceError(f"blocks of {block_tokens} tokens; they hold at least 1, below 2**61")
+    if path == STDIN:  # can be read only once, and some traces must be read twice
+        files = list(sources(path))
+    scanner = ArrayScanner("hash_ids", engine=engine, expected_bytes=expected_bytes(path) or 0)
     try:
-        scanner = ArrayScanner("hash_ids", engine=engine, expected_bytes=expected)
-        got = _Collected(False, deltas, scanner, _GrowingIds())
-        return _read(files(), got, block_tokens, progress)
+        got = _Collected(False, deltas, scanner)
+        return _read(files or sources(path), got, block_tokens, progress)
     except _NamesNeededError:
-        got = _Collected(True, deltas, ArrayScanner("hash_ids", engine=engine), _GrowingIds())
-        return _read(files(), got, block_tokens, progress)
+        got = _Collected(True, deltas, scanner)
+        return _read(files or sources(path), got, block_tokens, progress)
 
 
 class _NamesNeededError(Exception):
     """Some ids are no small whole numbers: all must be replaced by numbers of ours."""
-
-
-@dataclass(slots=True)
-class _Collected:
-    """Columns of the trace so far."""
-
-    named: bool
-    deltas: bool | None
-    scanner: ArrayScanner
-    ids: "_GrowingIds"
-    counts: list[IdArray] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    format: Format | None = None
-    names: dict[tuple[str, str], int] = field(default_factory=dict)
-    scopes: dict[str, tuple[int, int]] = field(default_factory=dict)  # its base and its span
-    next_base: int = 0
 
 
 class _GrowingIds:
@@ -124,8 +87,27 @@ class _GrowingIds:
         return self._ids[: self._n]
 
 
+@dataclass(slots=True)
+class _Collected:
+    """Columns of the trace so far."""
+
+    named: bool
+    deltas: bool | None
+    scanner: ArrayScanner
+    ids: _GrowingIds = field(default_factory=_GrowingIds)
+    counts: list[IdArray] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    format: Format | None = None
+    names: dict[tuple[str, str], int] = field(default_factory=dict)
+    scopes: dict[str, tuple[int, int]] = field(default_factory=dict)  # its base and its span
+    next_base: int = 0
+
+
 def _read(
-    files: Any, got: _Collected, block_tokens: int | None, progress: Progress | None
+    files: Iterable[tuple[str, bytes]],
+    got: _Collected,
+    block_tokens: int | None,
+    progress: Progress | None,
 ) -> Trace:
     done = 0
     name = "nothing"

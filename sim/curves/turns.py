@@ -6,6 +6,7 @@ as they stand, such rows have neither the tokens nor the hits of the requests th
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from sim.curves.formats import (
     Row,
     count,
     moment,
+    own_size,
 )
 from sim.curves.trace import IdArray, Ints, Requests, Trace, TraceError, offsets_of
 
@@ -29,9 +31,7 @@ _MS = 10**6
 
 def _row(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
     """A turn without ids holds tokens that no other has."""
-    size = count(row, "block_size", where, least=1) if "block_size" in row else None
-    if None not in (block, size) and block != size:
-        raise TraceError(f"{where}: field 'block_size' is {size}, but {block} was asked for")
+    size = own_size(row, "block_size", where, block) if "block_size" in row else None
     if row.get("context_mode") not in (None, "deltas_without_responses"):
         raise TraceError(f"{where}: field 'context_mode' is {row['context_mode']!r}: no turn")
     has_moment = row.get("timestamp") is not None
@@ -124,16 +124,7 @@ def whole_prompts(trace: Trace, where: Callable[[int], str]) -> Trace:
             talk.say(source, n_tokens)
         paths.append(np.array(talk.blocks(), dtype=np.int64))
         talk.answer = [(("answer", r), int(requests.output_tokens[r]))]
-    joined = Requests(
-        time_ns=requests.time_ns,
-        session=requests.session,
-        session_start_ns=requests.session_start_ns,
-        input_tokens=tokens,
-        output_tokens=requests.output_tokens,
-        block_tokens=requests.block_tokens,
-        source=SOURCE,
-        starts_known=requests.starts_known,
-    )
+    joined = replace(requests, input_tokens=tokens, source=SOURCE)
     lengths = np.array([len(path) for path in paths], dtype=np.int64)
     return Trace(joined, np.concatenate(paths), offsets_of(lengths))
 
