@@ -52,7 +52,14 @@ def write_tiny_model(folder: Path) -> Path:
     an old file. The folder appears whole or not at all; two processes may write it at once.
     Raises OSError when ``folder`` cannot be written.
     """
-    return _appear(folder / f"tiny-qwen3-{recipe_version()}", _write_files)
+
+    def write(draft: Path) -> None:
+        from servers.tinyweights import save_weights  # numpy, for the one time it is written
+
+        _write_shape(draft, _json(CONFIG), VOCAB_SIZE, CONFIG["max_position_embeddings"])
+        save_weights(draft / "model.safetensors", CONFIG, seed=WEIGHT_SEED, std=WEIGHT_STD)
+
+    return _appear(folder / f"tiny-qwen3-{recipe_version()}", write)
 
 
 def write_dummy_model(config: bytes, folder: Path) -> Path:
@@ -69,15 +76,9 @@ def write_dummy_model(config: bytes, folder: Path) -> Path:
     # The first words of the tokenizer stand for all of it: their form is the same for every size.
     recipe = config + json.dumps([tokenizer_json(2), _tokenizer_config(0)]).encode()
     name = f"dummy-{hashlib.sha256(recipe).hexdigest()[:12]}"
-    longest = content.get("max_position_embeddings")
-
-    def write(draft: Path) -> None:
-        (draft / "config.json").write_bytes(config)
-        _write_json(draft / "tokenizer.json", tokenizer_json(vocab_size))
-        # transformers takes a tokenizer without a length for an endless one.
-        _write_json(draft / "tokenizer_config.json", _tokenizer_config(longest or 2**31))
-
-    return _appear(folder / name, write)
+    # transformers takes a tokenizer without a length for an endless one.
+    longest = content.get("max_position_embeddings") or 2**31
+    return _appear(folder / name, lambda draft: _write_shape(draft, config, vocab_size, longest))
 
 
 def _appear(final: Path, write: Callable[[Path], None]) -> Path:
@@ -117,18 +118,14 @@ def recipe_version() -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def token_text(token_id: int) -> str:
-    """The visible ASCII word of one token id: ``t000`` … ``t511`` …"""
-    return f"t{token_id:03d}"
-
-
 def tokenizer_json(vocab_size: int = VOCAB_SIZE) -> dict[str, Any]:
-    """A word-level ``tokenizer.json``: every token is visible ASCII and decodes by itself.
+    """A word-level ``tokenizer.json``: tokens ``t000`` … are visible ASCII, decoded one by one.
 
     A byte-level vocabulary would make most random tokens halves of UTF-8 characters, whose first
     stream events carry no text, so a client could see the first token too late. No token is
     "special", because special tokens are left out of the text.
     """
+    words = [f"t{token:03d}" for token in range(vocab_size)]
     return {
         "version": "1.0",
         "truncation": None,
@@ -140,8 +137,8 @@ def tokenizer_json(vocab_size: int = VOCAB_SIZE) -> dict[str, Any]:
         "decoder": None,
         "model": {
             "type": "WordLevel",
-            "vocab": {token_text(i): i for i in range(vocab_size)},
-            "unk_token": token_text(0),
+            "vocab": {word: token for token, word in enumerate(words)},
+            "unk_token": words[0],
         },
     }
 
@@ -154,15 +151,11 @@ def _tokenizer_config(longest: int) -> dict[str, Any]:
     }
 
 
-def _write_files(folder: Path) -> None:
-    _write_json(folder / "config.json", CONFIG)
-    _write_json(folder / "tokenizer.json", tokenizer_json())
-    longest = CONFIG["max_position_embeddings"]
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(longest))
-    from servers.tinyweights import save_weights  # numpy, for the one time the model is written
-
-    save_weights(folder / "model.safetensors", CONFIG, seed=WEIGHT_SEED, std=WEIGHT_STD)
+def _write_shape(folder: Path, config: bytes, vocab_size: int, longest: int) -> None:
+    (folder / "config.json").write_bytes(config)
+    (folder / "tokenizer.json").write_bytes(_json(tokenizer_json(vocab_size)))
+    (folder / "tokenizer_config.json").write_bytes(_json(_tokenizer_config(longest)))
 
 
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _json(content: Any) -> bytes:
+    return json.dumps(content, indent=1).encode() + b"\n"
