@@ -160,10 +160,8 @@ def _unnamed(gpus: Sequence[Gpu]) -> list[Device]:
 
 
 def _device(entry: str, gpus: Sequence[Gpu]) -> Device:
-    if re.fullmatch("[0-9]+", entry):
-        if int(entry) < len(gpus):
-            return _whole(gpus[int(entry)])
-        raise _unknown(entry, gpus)
+    if re.fullmatch("[0-9]+", entry) and int(entry) < len(gpus):
+        return _whole(gpus[int(entry)])
     if entry.startswith("MIG-"):
         return _instance(entry, gpus)
     if entry.startswith("GPU-"):
@@ -176,7 +174,14 @@ def _device(entry: str, gpus: Sequence[Gpu]) -> Device:
             )
         if matches and entry != "GPU-":
             return _whole(matches[0])
-    raise _unknown(entry, gpus)
+    hint = f"there are: {_names(gpus)}"
+    bare = [gpu for gpu in gpus if (gpu.uuid or "").lower()[4:].startswith(entry.lower())]
+    if len(entry) >= 4 and len(bare) == 1:
+        hint = f"write GPU-{entry}: CUDA reads a UUID by its first letters"
+    raise LaunchError(
+        f"{VISIBLE} names {entry!r}, which is none of the {len(gpus)} GPUs of this machine",
+        hint=hint,
+    )
 
 
 def _instance(entry: str, gpus: Sequence[Gpu]) -> Device:
@@ -213,17 +218,6 @@ def _whole(gpu: Gpu) -> Device:
         f"{gpu.label} is in MIG mode with {'unreadable' if gpu.mig is None else len(gpu.mig)} "
         "instances: a server cannot run on the whole",
         hint=f"set {VISIBLE} to one of: {ids}" if ids else "create an instance, or end MIG mode",
-    )
-
-
-def _unknown(entry: str, gpus: Sequence[Gpu]) -> LaunchError:
-    bare = [gpu for gpu in gpus if entry and (gpu.uuid or "").lower()[4:].startswith(entry.lower())]
-    hint = f"there are: {_names(gpus)}"
-    if len(entry) >= 4 and len(bare) == 1:
-        hint = f"write GPU-{entry}: CUDA reads a UUID by its first letters"
-    return LaunchError(
-        f"{VISIBLE} names {entry!r}, which is none of the {len(gpus)} GPUs of this machine",
-        hint=hint,
     )
 
 

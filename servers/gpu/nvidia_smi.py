@@ -210,12 +210,11 @@ def _text(value: str | None) -> str | None:
 
 
 def _int(value: str | None) -> int | None:
-    return int(value) if value is not None and re.fullmatch("[0-9]+", value) else None
+    return int(value) if value and re.fullmatch("[0-9]+", value) else None
 
 
 def _float(value: str | None) -> float | None:
-    is_number = value is not None and re.fullmatch(r"[0-9]+(\.[0-9]+)?", value)
-    return float(value) if value is not None and is_number else None
+    return float(value) if value and re.fullmatch(r"[0-9]+(\.[0-9]+)?", value) else None
 
 
 def _positive(value: str | None) -> int | None:

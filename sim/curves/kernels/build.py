@@ -44,16 +44,6 @@ def grow(
     last[edge] = r
 
 
-def put(
-    slot: int, node: int, block: int, edge: int, key_node: Numbers, key_block: Numbers,
-    key_edge: Numbers,
-) -> None:  # fmt: skip
-    """Write one entry of the hash table."""
-    key_node[slot] = node
-    key_block[slot] = block
-    key_edge[slot] = edge
-
-
 def cut(
     f: int, at: int, q: int, base: int, upper: int, ids: Numbers, parent: Numbers, start: Numbers,
     last: Numbers, key_node: Numbers, key_block: Numbers, key_edge: Numbers,
@@ -62,7 +52,9 @@ def cut(
     slot = child_of(parent[f], ids[base + start[f]], key_node, key_block, key_edge)
     key_edge[slot] = upper
     slot = child_of(upper, ids[base + at], key_node, key_block, key_edge)
-    put(slot, upper, ids[base + at], f, key_node, key_block, key_edge)
+    key_node[slot] = upper
+    key_block[slot] = ids[base + at]
+    key_edge[slot] = f
     parent[f] = upper
     start[f] = at
     last[f] = q
@@ -86,7 +78,9 @@ def insert(
         slot = child_of(node, ids[base + x], key_node, key_block, key_edge)
         e = key_edge[slot]
         if e < 0:
-            put(slot, node, ids[base + x], n_edges, key_node, key_block, key_edge)
+            key_node[slot] = node
+            key_block[slot] = ids[base + x]
+            key_edge[slot] = n_edges
             grow(n_edges, node, x, n, r, parent, start, end, last)
             node = n_edges
             n_edges += 1
