@@ -33,7 +33,7 @@ def utc_now() -> Time:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-class ServerFacts(_Open):
+class ServerRecord(_Open):
     """What the servers of a session said they are; null or absent: they did not say."""
 
     vllm_version: str | None = None
@@ -68,7 +68,7 @@ class GpuRecord(_Open):
     warnings: list[str]
 
 
-class Session(_Open):
+class SessionRecord(_Open):
     """One session: its servers, and when they started and ended.
 
     ``unread_gpus``: whose memory could not be read once the servers had ended.
@@ -77,7 +77,7 @@ class Session(_Open):
     started: Time | None = None
     start_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
     ended: Time | None = None
-    facts: ServerFacts = ServerFacts()
+    facts: ServerRecord = ServerRecord()
     gpu: GpuRecord | None = None
     unread_gpus: list[str] = []
 
@@ -97,7 +97,7 @@ class Manifest(_Open):
     run: str
     plan_id: str
     sealed: dict[str, str]
-    sessions: dict[str, Session]
+    sessions: dict[str, SessionRecord]
     imported_from: str | None = None
 
     @property
@@ -108,7 +108,7 @@ class Manifest(_Open):
     def add_to_session(self, session: str, facts: JsonObject) -> None:
         """Add ``facts`` to what is known of a session."""
         known = self.sessions[session].as_json() if session in self.sessions else {}
-        self.sessions[session] = Session.model_validate({**known, **facts})
+        self.sessions[session] = SessionRecord.model_validate({**known, **facts})
 
     def write(self, folder: Path) -> None:
         """Replace ``folder``'s manifest in one step."""

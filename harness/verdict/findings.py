@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from harness.plan.arms import CONTROL
-from harness.record.manifest import GpuRecord, ServerFacts
+from harness.record.manifest import GpuRecord, ServerRecord
 from harness.record.row import NO_CONNECTOR
 from harness.verdict import finding_table as table
 from harness.verdict.account import Account, Outputs, SessionAccount
@@ -106,7 +106,7 @@ def _servers(run: Reconciliation, account: Account) -> Iterator[Finding]:
 
 
 def _equal_facts(
-    run: Reconciliation, facts: dict[str, ServerFacts]
+    run: Reconciliation, facts: dict[str, ServerRecord]
 ) -> Iterator[tuple[str, dict[str, object]]]:
     """What must be one in all sessions: name, and values by session."""
     for fact in ("vllm_version", "lmcache_version", "block_size"):
@@ -137,13 +137,13 @@ def _gpu_records(run: Reconciliation) -> dict[str, GpuRecord]:
 
 
 def _servers_unlike_the_plan(
-    run: Reconciliation, account: Account, facts: dict[str, ServerFacts]
+    run: Reconciliation, account: Account, facts: dict[str, ServerRecord]
 ) -> Iterator[Finding]:
     """What the servers of every measured session said they are, against what the plan asks."""
     for session, seen in account.sessions.items():
         if not seen.recorded:
             continue
-        arm, known = run.arm_of(session), facts.get(session, ServerFacts())
+        arm, known = run.arm_of(session), facts.get(session, ServerRecord())
         server, control = run.plan.server, run.plan.control
         blocks = control.num_gpu_blocks if arm == CONTROL and control else server.num_gpu_blocks
         asked = {"num_gpu_blocks": blocks, "block_size": server.block_size}

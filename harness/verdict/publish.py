@@ -17,7 +17,7 @@ from harness.plan.arms import CONTROL
 from harness.plan.plan import Plan
 from harness.plan.requests import Key, PlannedRequests
 from harness.record.folder import RunFolder
-from harness.record.manifest import Session
+from harness.record.manifest import SessionRecord
 from harness.record.row import Row, Sample
 from harness.verdict.account import Account, PassAccount
 from harness.verdict.cost import Sizes
@@ -162,7 +162,8 @@ def _summary(
         chunk_bytes = None  # of another tier than the plan's, which the findings say
     servers = run.manifest.sessions
     sessions = [
-        _on_its_server(each, servers.get(each.session, Session())) for each in statistics.sessions
+        _on_its_server(each, servers.get(each.session, SessionRecord()))
+        for each in statistics.sessions
     ]
     decision = decide(
         plan.decision,
@@ -211,13 +212,13 @@ def _measured_shares(plan: Plan, statistics: Statistics, pass_name: str) -> Iter
             yield CliffPoint(arm=arm, gpu_tokens=gpu_tokens(plan, arm), share=share, n=tokens.n)
 
 
-def _on_its_server(session: SessionSummary, server: Session) -> SessionSummary:
+def _on_its_server(session: SessionSummary, server: SessionRecord) -> SessionSummary:
     """The session with what the manifest says of its server, start and stop included."""
     spans = [*_starting(server), *session.spans, *_stopping(server, session)]
     return session.model_copy(update={"server": server.as_json(), "spans": spans})
 
 
-def _starting(server: Session) -> list[Span]:
+def _starting(server: SessionRecord) -> list[Span]:
     """From the launch to the first answer, as a span; nothing for a server that never answered."""
     if server.started is None or server.start_s is None:
         return []
@@ -226,7 +227,7 @@ def _starting(server: Session) -> list[Span]:
     return [Span(phase="start", began_unix_ms=began, ended_unix_ms=ended)]
 
 
-def _stopping(server: Session, session: SessionSummary) -> list[Span]:
+def _stopping(server: SessionRecord, session: SessionSummary) -> list[Span]:
     if server.ended is None or not session.spans:
         return []
     began = session.spans[-1].ended_unix_ms

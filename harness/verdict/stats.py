@@ -26,7 +26,7 @@ from harness.verdict.measured import (
     TokenSums,
 )
 from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL, compare_arms, compare_sessions
-from harness.verdict.tally import PassRows, Session, Tally, tally
+from harness.verdict.tally import PassRows, SessionRows, Tally, tally
 from sim.split import SOURCE_CLASSES
 
 METHODS = {
@@ -168,7 +168,7 @@ def _sources(total: Tally) -> dict[str, Source]:
     return sources
 
 
-def _session(name: str, session: Session) -> SessionSummary:
+def _session(name: str, session: SessionRows) -> SessionSummary:
     """Counts, spans (wall clock in ms since 1970, a label) and the first measured request."""
     passes = session.passes
     return SessionSummary(

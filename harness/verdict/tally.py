@@ -39,7 +39,7 @@ class PassRows:
 
 
 @dataclass(slots=True)
-class Session:
+class SessionRows:
     """One server's life: its arm, its position in the run, and its rows by pass."""
 
     arm: str
@@ -52,7 +52,7 @@ class Session:
 class Tally:
     """All sessions by name, and the passes in order of first appearance."""
 
-    sessions: dict[str, Session] = field(default_factory=dict)
+    sessions: dict[str, SessionRows] = field(default_factory=dict)
     passes: dict[str, None] = field(default_factory=dict)
 
     def arms(self, pass_name: str) -> dict[str, dict[str, PassRows]]:
@@ -79,7 +79,7 @@ def tally(rows: Iterable[Sample], *, block_size: int) -> Tally:
     for row in rows:
         session = total.sessions.get(row.session)
         if session is None:
-            session = total.sessions[row.session] = Session(row.config, row.order)
+            session = total.sessions[row.session] = SessionRows(row.config, row.order)
         if row.phase == "measure":
             total.passes[row.pass_name] = None
             _add(session.passes[row.pass_name], row, block_size)
