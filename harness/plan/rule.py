@@ -30,6 +30,10 @@ class DecisionSection(BaseModel):
         default=1.25, description="largest ratio between the control's first pass and the arms'"
     )
 
+    def deciding_pass(self, passes: Sequence[str]) -> str:
+        """The pass decided on, of a run with ``passes``; empty where there is none."""
+        return self.pass_name or (passes[1] if len(passes) > 1 else passes[0] if passes else "")
+
 
 def unknown_pass(rule: DecisionSection, passes: Sequence[str]) -> str | None:
     """What is wrong with the rule's pass in a plan that has ``passes``; None when nothing is."""

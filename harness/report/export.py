@@ -37,6 +37,11 @@ def export(run: Path, form: str, out: Path) -> list[Path]:
     folder = RunFolder(run)
     folder.refuse_imported()
     if form in ("csv", "parquet"):
+        if out.suffix in (".csv", ".parquet") and out.suffix != f".{form}":
+            raise InputError(
+                f"{out} is named as another format than {form}",
+                hint=f"say --format {out.suffix[1:]}, or end the name in .{form}",
+            )
         refuse_missing_folder(out)  # before reading for a minute
     version = str(folder.read_manifest().environment.get("kvcliff"))
     model = folder.read_plan().model.path

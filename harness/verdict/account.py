@@ -4,7 +4,7 @@ No request is kept but the first of each kind that something is off with, so a r
 length; a million requests take about 50 MB, for the digests of their outputs.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from harness.counters.tiers.registry import refused_chunks
@@ -77,7 +77,7 @@ class PassAccount:
         self.requests += 1
         self.recorded += request.row is not None
         self.reconciled += request.is_reconciled
-        if request.predicted is not None and not request.predicted.is_exact:
+        if request.predicted is not None:
             self.why_not_predicted = self.why_not_predicted or request.predicted.why_not
         if residual is None:
             return
@@ -122,7 +122,10 @@ class Outputs:
 
 @dataclass(slots=True)
 class Account:
-    """The whole run. ``cold``: passes that meet every prompt for the first time."""
+    """The whole run. ``cold``: passes that meet every prompt for the first time.
+
+    ``due``: by session and pass, tokens predicted to be loaded from the host tier.
+    """
 
     cold: tuple[str, ...]
     requests: int = 0
@@ -145,6 +148,7 @@ class Account:
     passes: dict[tuple[str, str], PassAccount] = field(
         default_factory=lambda: defaultdict(PassAccount)
     )
+    due: Counter[tuple[str, str]] = field(default_factory=Counter)
     chunk_bytes: int | None = None
 
     def add(self, request: Reconciled) -> None:
@@ -153,6 +157,8 @@ class Account:
         self.planned += request.is_planned
         self.reconciled += request.is_reconciled
         self.passes[request.key[:2]].add(request, residual)
+        if request.predicted is not None:
+            self.due[request.key[:2]] += request.predicted.host_loaded or 0
         session = self.sessions[request.key[0]]
         _add_prediction(session, request)
         self._add_absences(request)

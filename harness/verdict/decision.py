@@ -34,7 +34,7 @@ def decide(
     ``is_from_plan``: the plan states the rule; otherwise it is kvcliff's default.
     """
     passes = sizes.passes if sizes else tuple(statistics.passes)
-    name = rule.pass_name or (passes[1] if len(passes) > 1 else passes[0] if passes else "")
+    name = rule.deciding_pass(passes)
     evidence = _evidence(rule, statistics, name)
     reasons = list(_obstacles(rule, statistics, name, evidence, checks, sizes))
     verdict: Verdict = "not decided"

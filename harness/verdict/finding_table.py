@@ -238,10 +238,11 @@ def stores_dropped(session: str, *, chunks: int) -> Texts:
 
 
 @_row("no-effect-possible", "warning")
-def no_effect_possible(session: str) -> Texts:
-    """By prediction the tier has nothing to load."""
+def no_effect_possible(session: str, *, pass_name: str) -> Texts:
+    """By prediction the tier has nothing to load in the pass that is decided on."""
     return Texts(
-        f"{session} is predicted to load nothing from the host tier",
+        f"{session} is predicted to load nothing from the host tier in {pass_name}, the pass that "
+        "is decided on",
         "the working set fits the GPU tier, or the host tier is too small to keep it",
         "raise workload.documents, lower server.num_gpu_blocks or raise host.gib",
     )

@@ -11,6 +11,7 @@ from harness.verdict.reconcile import Reconciliation
 from harness.verdict.schema import Finding
 from servers.gpu.samples import session_changes
 from servers.tiers.registry import SERVED
+from sim.workload import pass_name
 
 
 def findings_of(run: Reconciliation, account: Account) -> list[Finding]:
@@ -169,11 +170,14 @@ def _servers_unlike_the_plan(
 
 def _no_effect_possible(run: Reconciliation, account: Account) -> Iterator[Finding]:
     """Plans that cannot show an effect of the tier, whatever is measured."""
+    passes = [pass_name(i, order) for i, order in enumerate(run.plan.workload.passes)]
+    deciding = run.plan.decision.deciding_pass(passes)
     for session, seen in account.sessions.items():
         config, loads = run.arm_of(session), seen.predicted_loads
         is_tier = config != CONTROL and bool(run.has_host(session))
-        if is_tier and seen.predicted and seen.is_exact and loads == 0:
-            yield table.no_effect_possible(session)
+        is_idle = not account.due[session, deciding]
+        if is_tier and seen.predicted and seen.is_exact and is_idle:
+            yield table.no_effect_possible(session, pass_name=deciding)
         if config == CONTROL and loads > 0:
             yield table.control_too_small(session, loads=loads)
 

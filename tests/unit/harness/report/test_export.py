@@ -164,3 +164,11 @@ def test_a_folder_that_is_not_there_is_named_as_the_user_named_it(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"^nowhere/rows cannot be written: there is no folder no"):
         export(run, form, Path("nowhere/rows"))
+
+
+@pytest.mark.parametrize(("form", "name"), [("csv", "out.parquet"), ("parquet", "out.csv")])
+def test_a_file_named_as_another_format_is_refused(tmp_path: Path, form: str, name: str) -> None:
+    run = write_run(tmp_path)
+    with pytest.raises(InputError, match=f"{name} is named as another format than {form}"):
+        export(run, form, tmp_path / name)
+    assert not (tmp_path / name).exists()

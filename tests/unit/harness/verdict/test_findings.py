@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from harness.plan.requests import PlannedRequests
+from harness.plan.rule import DecisionSection
 from harness.record.row import NUMBERS, Row
 from harness.verdict.finding_table import TABLE, Kind
 from harness.verdict.findings import has_failed
@@ -351,6 +352,23 @@ def test_a_plan_that_can_show_no_effect_is_a_warning_only() -> None:
     run = run_of(rows)
     assert codes(run) == ["no-effect-possible"]
     assert not has_failed(find(run))
+
+
+def test_the_pass_that_is_decided_on_tells_whether_an_effect_is_possible() -> None:
+    # The tier loads in the third pass alone; the rule decides on the second, as no other is named.
+    plan = make_plan(
+        order='order = ["baseline", "lmcache"]', passes='passes = ["fwd", "fwd", "rev"]'
+    )
+    idle = {"computed": 8, "gpu_hit": 512, "host_loaded": 0, "loaded_bytes": 0}
+    rows = [
+        *sound_rows()[:2],
+        tier_row(**idle, output_sha256="bb"),
+        tier_row(**{"pass": "pass3-reverse"}, doc=1, output_sha256="cc"),
+    ]
+    (finding,) = [f for f in find(replace(run_of(rows), plan=plan)) if f.code[:2] == "no"]
+    assert "to load nothing from the host tier in pass2-replay" in finding.message
+    third = plan.model_copy(update={"decision": DecisionSection(pass_name="pass3-reverse")})
+    assert "no-effect-possible" not in codes(replace(run_of(rows), plan=third))
 
 
 def native_run(rows: list[Row], **unknown: str) -> Reconciliation:
