@@ -17,9 +17,9 @@ from servers.arms import Arm, ServerSpec
 from servers.command import is_local
 from servers.errors import LaunchError
 from servers.launch import Running
-from servers.series import CACHE_INFO, INFOS
+from servers.series import CACHE_INFO
 from servers.tiers.base import Asked, HostTier, answer_of
-from servers.tiers.registry import SERVED
+from servers.tiers.registry import INFOS, SERVED
 from sim.geometry import KvGeometry, host_bytes
 from sim.tiers.host import align_up
 
@@ -129,7 +129,7 @@ def _cache_config(infos: Mapping[str, Mapping[str, str]]) -> Mapping[str, str]:
     """Labels of vLLM's info metric on its KV cache: every field of its CacheConfig."""
     if CACHE_INFO.name not in infos:
         raise LaunchError(
-            f"vLLM publishes no {CACHE_INFO.sample}, so its KV capacity is unknown",
+            f"vLLM publishes no {CACHE_INFO.named}, so its KV capacity is unknown",
             hint="install the supported vLLM version (make setup): README.md names it",
         )
     return infos[CACHE_INFO.name]

@@ -35,13 +35,22 @@ class Series:
         """Its names, the newest first."""
         return (self.sample, *self.earlier)
 
+    @property
+    def named(self) -> str:
+        """Its names, for messages."""
+        label = f"{{{self.label[1]}}}" if self.label else ""
+        return " or ".join(sample + label for sample in self.samples)
+
 
 def gauge(sample: str, *earlier: str, presence: Presence = "always") -> Series:
     """A gauge: read as it stands, kept in no journal, so it needs no name of ours."""
     return Series(sample, sample, presence, kind="gauge", earlier=earlier)
 
 
-_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+def _by_source(name: str, source: str) -> Series:
+    sample = "vllm:prompt_tokens_by_source_total"
+    return Series(name, sample, "optional", ("source", source))
+
 
 FINISHED: Final = Series("finished", "vllm:request_success_total")
 OTHERS_FINISHED: Final = "others_finished"
@@ -53,9 +62,9 @@ VLLM_SERIES: Final = (
     FINISHED,
     Series("preemptions", "vllm:num_preemptions_total"),
     # The three numbers we want, counted at the first output token (vLLM >= 0.16).
-    Series("prompt_computed", _BY_SOURCE, "optional", ("source", "local_compute")),
-    Series("prompt_gpu_hit", _BY_SOURCE, "optional", ("source", "local_cache_hit")),
-    Series("prompt_host_loaded", _BY_SOURCE, "optional", ("source", "external_kv_transfer")),
+    _by_source("prompt_computed", "local_compute"),
+    _by_source("prompt_gpu_hit", "local_cache_hit"),
+    _by_source("prompt_host_loaded", "external_kv_transfer"),
     # vLLM 0.16 until April 2026 (#33290, removed by #38709): there the three sum to P + recomputed.
     Series("prompt_recomputed", "vllm:prompt_tokens_recomputed_total", "optional"),
     # Fallback before 0.16; external_* since October 2025 (#26245).
@@ -64,6 +73,9 @@ VLLM_SERIES: Final = (
     Series("prefix_hits", "vllm:prefix_cache_hits_total", "optional"),
     Series("external_hits", "vllm:external_prefix_cache_hits_total", "optional"),
 )
+NAMED: Final = {series.name: series.named for series in VLLM_SERIES}
+"""What messages call a series, by our name."""
+
 OUTDATED: Final = ("vllm:gpu_prefix_cache_hits_total", "vllm:gpu_prefix_cache_hit_rate")
 """Named in errors alone: before May 2025 (#18354) hits were counted in another unit."""
 
@@ -76,7 +88,3 @@ PROCESS_START: Final = gauge("process_start_time_seconds", presence="optional")
 """prometheus_client's own, of vLLM and of LMCache's server."""
 
 CACHE_INFO: Final = Series("cache_config", "vllm:cache_config_info", kind="info")
-SIMPLE_INFO: Final = Series(
-    "simple_offload", "vllm:simple_kv_offload_info", "optional", kind="info"
-)
-INFOS: Final = (CACHE_INFO, SIMPLE_INFO)

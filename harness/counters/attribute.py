@@ -13,7 +13,7 @@ from harness.counters.errors import CounterError, CounterReset, ForeignTraffic, 
 from harness.counters.pages import SPLIT_NAMES, require_split
 from harness.counters.tiers.base import Measured, require_one
 from harness.counters.tiers.registry import COUNTED, STATE_NAMES, tier_of, with_tier
-from servers.series import OTHERS_FINISHED
+from servers.series import NAMED, OTHERS_FINISHED
 from sim.split import TokenSplit
 
 
@@ -134,9 +134,9 @@ def _split(moved: Mapping[str, int], prompt_tokens: int, *, with_host: bool) -> 
     if moved["prefix_queries"] != prompt_tokens:
         # vLLM < 0.27 queries again each time a connector defers the request (#48860).
         raise CounterError(
-            f"vllm:prefix_cache_queries_total rose by {moved['prefix_queries']} for a prompt of "
+            f"{NAMED['prefix_queries']} rose by {moved['prefix_queries']} for a prompt of "
             f"{prompt_tokens} tokens: hits are counted more than once",
-            hint="use a vLLM that exports vllm:prompt_tokens_by_source_total (0.16 or later)",
+            hint=f"use a vLLM that exports {NAMED['prompt_computed']} (0.16 or later)",
         )
     # Without a host tier nothing external can be hit, exported or not.
     gpu_hit, loaded = moved["prefix_hits"], moved.get("external_hits", 0)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.counters.errors import MissingSeries, ScrapeError
-from servers.series import FINISHED, OTHERS_FINISHED, OUTDATED, VLLM_SERIES, Series
+from servers.series import FINISHED, NAMED, OTHERS_FINISHED, OUTDATED, Series
 
 SPLIT_NAMES = ("prompt_computed", "prompt_gpu_hit", "prompt_host_loaded")
 _FALLBACK_NAMES = ("prompt_tokens", "prefix_queries", "prefix_hits")
@@ -50,7 +50,7 @@ def gauge_value(
     values = _values(samples, series, model_name)
     if not values:
         raise MissingSeries(
-            f"{where} exports no {series.sample}",
+            f"{where} exports no {series.named}",
             hint="the server's metrics are switched off, or its version has another name for it",
         )
     return sum(values)
@@ -95,7 +95,7 @@ def counts(
         if count is None and series.presence == "always":
             other = {labels.get("model_name") for labels, _ in samples.get(series.sample, ())}
             raise MissingSeries(
-                f"{where} exports no {series.sample} for model {model_name!r}"
+                f"{where} exports no {series.named} for model {model_name!r}"
                 + (f"; it has {sorted(map(str, other))}" if other else "")
             )
         if count is not None or series.presence == "lazy":
@@ -119,11 +119,10 @@ def require_split(found: Mapping[str, int], *, with_host: bool, page: str = "") 
     fallback = [name for name in needed if name not in found]
     if not fallback and len(by_source) == len(SPLIT_NAMES):
         return
-    samples = {s.name: s.sample + (f"{{{s.label[1]}}}" if s.label else "") for s in VLLM_SERIES}
     names = by_source if len(by_source) < len(SPLIT_NAMES) else by_source + fallback
     outdated = [name for name in OUTDATED if name in page]
     raise MissingSeries(
-        "vLLM exports no " + ", ".join(samples[name] for name in names)
+        "vLLM exports no " + ", ".join(NAMED[name] for name in names)
         + (f"; it has only the outdated {', '.join(outdated)}" if outdated else ""),
         hint="use vLLM 0.16 or later, with statistics on (no --disable-log-stats)",
     )  # fmt: skip

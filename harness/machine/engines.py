@@ -119,7 +119,7 @@ def missing_series() -> tuple[int, list[str]]:
         series = [s for s in ALL_SERIES if s.sample.startswith(prefix)]
         needed = [s for s in series if s.presence != "optional"]
         n_wanted += len(needed)
-        missing += sorted(s.sample for s in needed if not exported.intersection(s.samples))
+        missing += sorted(s.named for s in needed if not exported.intersection(s.samples))
         if package == "vllm" and not _has_split(series, exported):
             missing.append("any set of counters that splits prompt tokens by source")
     return n_wanted, missing
@@ -202,10 +202,8 @@ def _listed(known: list[str]) -> str:
 
 def _has_split(series: Iterable[Series], exported: set[str]) -> bool:
     """Whether the counters by source exist, or those of older versions that stand in for them."""
-    samples = {s.name: s.sample for s in series}
-    by_source = samples["prompt_computed"]
-    older = {samples[name] for name in ("prompt_tokens", "prefix_queries", "prefix_hits")}
-    return by_source in exported or older <= exported
+    there = {s.name for s in series if exported.intersection(s.samples)}
+    return "prompt_computed" in there or there >= {"prompt_tokens", "prefix_queries", "prefix_hits"}
 
 
 def _sources(folder: Path, *, mark: bytes) -> Iterator[ast.AST]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from servers.errors import LaunchError
 from servers.ports import Ports
+from servers.series import Series
 from servers.tiers.play import Play
 from sim.tiers.settings import DEFAULT_KIND, HostSettings, TierKind
 
@@ -54,6 +55,7 @@ class ServedTier(ABC):
     of its own beside vLLM, on one more port. ``takes_policy``: LMCache's policies other than LRU.
     ``size_is``: what its configured size is the size of, for people. ``is_per_worker``: each worker
     has a tier of that size. ``lies_in_shm``: on a GPU it is a file in /dev/shm, where there is room.
+    ``infos``: vLLM's info metrics about it.
     ``prior_chunk_s``: seconds to find, pin and scatter a chunk besides its bytes, not measured.
     """
 
@@ -66,6 +68,7 @@ class ServedTier(ABC):
     size_is: str | None = None
     is_per_worker: bool = False
     lies_in_shm: bool = False
+    infos: tuple[Series, ...] = ()
     prior_chunk_s: float = 0.5e-3
 
     def env(self, host: HostTier, ports: Ports) -> dict[str, str]:

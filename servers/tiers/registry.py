@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Final, assert_never
 
+from servers.series import CACHE_INFO
 from servers.tiers import lmcache, lmcache_mp, native, simple
 from servers.tiers.base import ServedTier
 from sim.tiers.settings import TIER_KINDS, HostKind, TierKind
@@ -24,6 +25,10 @@ def _served(kind: TierKind) -> ServedTier:
 
 
 SERVED: Final[Mapping[TierKind, ServedTier]] = {kind: _served(kind) for kind in TIER_KINDS}
+
+
+INFOS: Final = (CACHE_INFO, *(series for tier in SERVED.values() for series in tier.infos))
+"""vLLM's info metrics: what it says of itself in labels."""
 
 
 def served_tier(kind: HostKind | None) -> ServedTier | None:

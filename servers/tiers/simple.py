@@ -5,13 +5,15 @@ from dataclasses import replace
 from typing import Any, Final
 
 from servers.ports import Ports
-from servers.series import SIMPLE_INFO
+from servers.series import Series
 from servers.tiers.base import Asked, HostTier
 from servers.tiers.native import NativeOffload
 from servers.tiers.play import Play, PlayedTier, Sample, TierNow
 from sim.predict import Prediction
 from sim.split import TokenSplit
 from sim.tiers.settings import TierKind
+
+_INFO: Final = Series("simple_offload", "vllm:simple_kv_offload_info", "optional", kind="info")
 
 
 class SimpleOffload(NativeOffload):
@@ -21,6 +23,7 @@ class SimpleOffload(NativeOffload):
     not_on_cpu = "vLLM's CPU build fails to start with it: it needs CUDA streams with priorities"
     size_is = None
     lies_in_shm = False
+    infos = (_INFO,)
 
     def env(self, host: HostTier, ports: Ports) -> dict[str, str]:
         """What makes vLLM take it (``VllmConfig._post_init_kv_transfer_config``)."""
@@ -29,7 +32,7 @@ class SimpleOffload(NativeOffload):
 
     def facts(self, asked: Asked) -> dict[str, Any]:
         """The GiB it was given and the blocks it made of them."""
-        blocks = asked.infos.get(SIMPLE_INFO.name, {}).get("capacity_blocks")
+        blocks = asked.infos.get(_INFO.name, {}).get("capacity_blocks")
         return super().facts(asked) | {"host_blocks": None if blocks is None else int(blocks)}
 
     def play(self) -> Play:

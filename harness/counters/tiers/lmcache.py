@@ -120,7 +120,7 @@ def of_worker(samples: Samples, series: Series, pages: HostPages) -> float:
                 return value
             names.add(str(labels.get("served_model_name")))
     raise MissingSeries(
-        f"{pages.where} exports no {series.sample} of a worker that serves {pages.model_name!r}"
+        f"{pages.where} exports no {series.named} of a worker that serves {pages.model_name!r}"
         + (f"; it has {sorted(names)}" if names else ""),
         hint="kvcliff knows LMCache 0.5.6; install the pinned versions (make setup)",
     )
