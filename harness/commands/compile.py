@@ -17,9 +17,9 @@ def compile_trace(
     """Compile a trace to a small file."""
     from harness.files import check_outputs
     from harness.traces.compile import compile_trace as compile_file
-    from harness.traces.tables import ReadProgress
+    from harness.traces.tables import read_progress
 
     check_outputs([out], inputs_of(source.trace))
-    with ReadProgress() as reading:
-        content = compile_file(source.trace, out, trace_options(source), progress=reading.show)
+    with read_progress() as progress:
+        content = compile_file(source.trace, out, trace_options(source), progress=progress)
     show_answer(content, as_json=as_json)

@@ -11,9 +11,9 @@ from harness.commands.trace_arguments import (
     ModelArguments,
     TraceArguments,
     inputs_of,
+    load_trace,
     model_config,
     show_answer,
-    trace_options,
 )
 
 
@@ -29,19 +29,9 @@ def convert(
     """Write a trace for another tool."""
     from harness.files import check_outputs
     from harness.traces.convert import convert_trace
-    from harness.traces.tables import ReadProgress
 
     folder = model_config(size.model)
     check_outputs([out], inputs_of(source.trace, folder))
-    with ReadProgress() as reading:
-        content = convert_trace(
-            source.trace,
-            out,
-            form,
-            trace_options(source),
-            chunk_tokens=chunk_tokens,
-            model=folder,
-            kv_dtype=size.kv_dtype,
-            progress=reading.show,
-        )
+    loaded = load_trace(source, model=folder, kv_dtype=size.kv_dtype)
+    content = convert_trace(loaded, out, form, chunk_tokens=chunk_tokens)
     show_answer(content, as_json=as_json)

@@ -1,14 +1,11 @@
 """``kvcliff describe``: size, reuse and shape of a trace."""
 
 from harness.commands.arguments import AsJson
-from harness.commands.trace_arguments import TraceArguments, show_answer, trace_options
+from harness.commands.trace_arguments import TraceArguments, load_trace, show_answer
 
 
 def describe(source: TraceArguments, as_json: AsJson = False) -> None:
     """Say what a trace holds."""
-    from harness.traces.describe import describe_trace
-    from harness.traces.tables import ReadProgress
+    from harness.traces.describe import description
 
-    with ReadProgress() as reading:
-        content = describe_trace(source.trace, trace_options(source), progress=reading.show)
-    show_answer(content, as_json=as_json)
+    show_answer(description(load_trace(source)), as_json=as_json)

@@ -120,20 +120,18 @@ def model_config(name: str | None) -> Path | None:
 
 
 def load_trace(
-    source: TraceArguments, starts: StartArguments, model: Path | None, kv_dtype: str
+    source: TraceArguments,
+    starts: StartArguments | None = None,
+    model: Path | None = None,
+    kv_dtype: str = "auto",
 ) -> "Loaded":
     """The trace, with a bar that says how far it has been read."""
     from harness.traces.load import load
-    from harness.traces.tables import ReadProgress
+    from harness.traces.tables import read_progress
 
-    with ReadProgress() as reading:
-        return load(
-            source.trace,
-            trace_options(source, starts),
-            model=model,
-            kv_dtype=kv_dtype,
-            progress=reading.show,
-        )
+    options = trace_options(source, starts)
+    with read_progress() as progress:
+        return load(source.trace, options, model=model, kv_dtype=kv_dtype, progress=progress)
 
 
 def inputs_of(trace: str, model: Path | None = None, *files: Path | None) -> list[Path]:

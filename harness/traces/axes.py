@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from harness.charting import Chart, log_ticks
+from harness.charting import Chart, layer, log_ticks
 from harness.traces.load import Loaded
 from harness.vocabulary import PAPER
 
@@ -71,6 +71,14 @@ def _short(tokens: float) -> str:
     return f"{tokens:g}"
 
 
-def rimmed(colour: str) -> tuple[Chart, Chart]:
-    """A text twice, first its white rim: readable over lines and cells."""
-    return {"stroke": PAPER, "strokeWidth": 3}, {"color": colour}
+def rimmed(label: Chart, place: Chart, colour: str, **encoding: Chart) -> list[Chart]:
+    """``label``'s text at its place twice, first its white rim: readable over lines and cells."""
+    return [
+        layer(
+            [label],
+            {"type": "text", "align": "left", **place, **ink},
+            text={"field": "text"},
+            **encoding,
+        )
+        for ink in ({"stroke": PAPER, "strokeWidth": 3}, {"color": colour})
+    ]

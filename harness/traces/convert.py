@@ -4,24 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from harness.files import replacing
-from harness.traces.load import SCHEMA, Progress, TraceOptions, input_errors, load
+from harness.traces.load import SCHEMA, Loaded, input_errors
 from sim.curves.convert import convert
 from sim.curves.formats import MOONCAKE_BLOCK_TOKENS
 
 
 def convert_trace(
-    path: str,
-    output: Path,
-    target: str,
-    options: TraceOptions,
-    *,
-    chunk_tokens: int | None = None,
-    model: Path | None = None,
-    kv_dtype: str = "auto",
-    progress: Progress | None = None,
+    loaded: Loaded, output: Path, target: str, *, chunk_tokens: int | None = None
 ) -> dict[str, Any]:
     """Write a trace for another tool ("lmcache" or "mooncake"); returns what was written."""
-    loaded = load(path, options, model=model, kv_dtype=kv_dtype, progress=progress)
     per_token = loaded.ruler.bytes_per_token
     warnings = list(loaded.warnings)
     if target == "mooncake" and loaded.ruler.block_tokens != MOONCAKE_BLOCK_TOKENS:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError
-from harness.traces.load import SCHEMA, Loaded, head, input_errors, share_of
+from harness.traces.load import Loaded, head, input_errors, share_of
 from harness.traces.serving import Serving, gpu_too_small, serial_curve, shared_assumptions
 from sim.curves import bands, turns
 from sim.curves.capacity import spaced
@@ -14,9 +14,6 @@ from sim.curves.concurrent import concurrent_curve, events_of, read_lifetimes
 from sim.curves.policies import POLICY_NAMES, count_hits
 from sim.curves.sources import csv_numbers
 from sim.curves.stack import Curve
-
-SAMPLES = 400
-"""Capacities a plot of a whole curve is drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +23,6 @@ class CurveRun:
     loaded: Loaded
     curve: Curve
     json: dict[str, Any]
-
-    def samples(self) -> list[int]:
-        """Capacities to draw the whole curve from: evenly spaced by ratio, in blocks."""
-        n_blocks = self.loaded.tree.n_blocks
-        return spaced(max(n_blocks // 5000, 1), max(n_blocks, 1), SAMPLES)
 
 
 def read_measured(file: Path) -> list[tuple[int, float]]:
@@ -56,7 +48,6 @@ def run_curve(
     policies: Sequence[str] = (),
     with_bands: bool = False,
     concurrency: Path | None = None,
-    engine: str = "auto",
 ) -> CurveRun:
     """Hits at the capacities ``at`` (see ``capacity.FORMS``; default: a few over the whole range).
 
@@ -71,14 +62,18 @@ def run_curve(
         _check_policies(policies)
         exact_from = None
         if concurrency is None:
-            found = serial_curve(loaded, how, engine)
+            found = serial_curve(loaded, how)
         else:
-            found, exact_from = _overlapping(loaded, how, concurrency, engine)
-        capacities = _capacities(loaded, at)
-        wanted = [_target(loaded, found, share) for share in targets]
+            found, exact_from = _overlapping(loaded, how, concurrency)
+        n_blocks = max(loaded.tree.n_blocks, 1)
+        capacities = spaced(1, n_blocks, 30) if at is None else loaded.ruler.all(at)
+        wanted = [
+            {"target": share, **_point(loaded, found, found.capacity_for(share))}
+            for share in targets
+        ]
     points = [_point(loaded, found, blocks) for blocks in capacities]
     if with_bands:
-        _add_bands(loaded, found, how, points, engine)
+        _add_bands(loaded, found, how, points)
     _add_policies(loaded, points, policies)
     content = {
         **_curve_json(loaded, found),
@@ -100,7 +95,6 @@ def _check_policies(policies: Sequence[str]) -> None:
 
 def _curve_json(loaded: Loaded, found: Curve) -> dict[str, Any]:
     return {
-        "schema": SCHEMA,
         **head(loaded.tree),
         "requests": found.requests,
         "accesses": found.accesses,
@@ -109,7 +103,7 @@ def _curve_json(loaded: Loaded, found: Curve) -> dict[str, Any]:
     }
 
 
-def _overlapping(loaded: Loaded, how: Serving, file: Path, engine: str) -> tuple[Curve, int]:
+def _overlapping(loaded: Loaded, how: Serving, file: Path) -> tuple[Curve, int]:
     if how.forward or how.warm_up:
         raise InputError("a given concurrency cannot be combined with forward order or warm-up")
     return concurrent_curve(
@@ -117,14 +111,7 @@ def _overlapping(loaded: Loaded, how: Serving, file: Path, engine: str) -> tuple
         events_of(*read_lifetimes(file, len(loaded.tree.requests))),
         last_token=how.last_token,
         decode=how.decode,
-        engine=engine,
     )
-
-
-def _capacities(loaded: Loaded, at: str | None) -> list[int]:
-    if at is not None:
-        return loaded.ruler.all(at)
-    return spaced(1, max(loaded.tree.n_blocks, 1), 30)
 
 
 def _point(loaded: Loaded, found: Curve, blocks: int) -> dict[str, Any]:
@@ -141,15 +128,8 @@ def _point(loaded: Loaded, found: Curve, blocks: int) -> dict[str, Any]:
     }
 
 
-def _target(loaded: Loaded, found: Curve, share: float) -> dict[str, Any]:
-    blocks = found.capacity_for(share)
-    return {"target": share, **_point(loaded, found, blocks)}
-
-
-def _add_bands(
-    loaded: Loaded, found: Curve, how: Serving, points: list[dict[str, Any]], engine: str
-) -> None:
-    other = serial_curve(loaded, replace(how, forward=not how.forward), engine)
+def _add_bands(loaded: Loaded, found: Curve, how: Serving, points: list[dict[str, Any]]) -> None:
+    other = serial_curve(loaded, replace(how, forward=not how.forward))
     forward, reverse = (found, other) if how.forward else (other, found)
     for point in points:
         capacity = point["gpu_blocks"]

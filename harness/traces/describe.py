@@ -4,23 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.traces.load import (
-    SCHEMA,
-    Loaded,
-    Progress,
-    TraceOptions,
-    head,
-    load,
-    share_of,
-)
+from harness.traces.load import Loaded, head, share_of
 from sim.curves.trace import counted_tokens
-
-
-def describe_trace(
-    path: str, options: TraceOptions, *, progress: Progress | None = None
-) -> dict[str, Any]:
-    """Size, reuse and shape of the trace ``path``."""
-    return description(load(path, options, progress=progress))
 
 
 def description(loaded: Loaded) -> dict[str, Any]:
@@ -29,7 +14,6 @@ def description(loaded: Loaded) -> dict[str, Any]:
     blocks = tree.blocks_of_requests()
     arrivals = requests.arrivals_ns()
     return {
-        "schema": SCHEMA,
         **head(tree),
         "format": requests.source,
         "sessions": len(requests.session_start_ns),

@@ -42,7 +42,6 @@ class TraceOptions:
     spread_hours: float | None = None
     seed: int | None = None
     time_scale: float = 1.0
-    engine: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +131,11 @@ def read_tree(path: str, options: TraceOptions, progress: Progress | None) -> Pr
         path,
         block_tokens=options.block_tokens,
         deltas=options.deltas,
-        engine=options.engine,
         progress=told,
     )
     if options.full_blocks:
         trace = trace.without_partial_blocks()
-    return build_tree(trace, engine=options.engine)
+    return build_tree(trace)
 
 
 def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:
@@ -198,6 +196,7 @@ def input_errors() -> Iterator[None]:
 def head(tree: PrefixTree) -> dict[str, int]:
     """The fields every result begins with."""
     return {
+        "schema": SCHEMA,
         "requests": len(tree.requests),
         "accesses": tree.n_accesses,
         "distinct_blocks": tree.n_blocks,

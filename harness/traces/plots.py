@@ -22,6 +22,7 @@ from harness.vocabulary import (
     PAPER,
     SOURCES,
 )
+from sim.curves.capacity import spaced
 from sim.curves.stack import Curve
 
 _Box = tuple[float, float, float, float]
@@ -29,6 +30,9 @@ _Box = tuple[float, float, float, float]
 
 TARGET = 0.95
 """Share of the ideal whose capacity the plots are about."""
+
+_SAMPLES = 400
+"""Capacities a whole curve is drawn from."""
 
 _MARGIN = 80
 """Pixels a text may stand out of the plot to the right."""
@@ -54,8 +58,10 @@ def cliff(
     points = [_named(run, knee, f"{TARGET:.0%} of the ideal")] if knee else []
     if mark_blocks:
         points.append(_named(run, mark_blocks, "your GPU"))
+    n_blocks = max(loaded.tree.n_blocks, 1)
+    drawn = spaced(max(n_blocks // 5000, 1), n_blocks, _SAMPLES)
     line = [{"tokens": c * block, "share": run.curve.at(c) / total}
-            for c in sorted({*run.samples(), *(p["blocks"] for p in points)})]  # fmt: skip
+            for c in sorted({*drawn, *(p["blocks"] for p in points)})]  # fmt: skip
     dots = [{"tokens": blocks * block, "share": share} for blocks, share in measured]
     top = nice_bound(max([ideal, *(dot["share"] for dot in dots)]))
     x = tokens_axis("GPU KV capacity", loaded, [row["tokens"] for row in [*line, *dots]])
@@ -65,8 +71,7 @@ def cliff(
     layers = [
         layer([ceiling], {"type": "rule", "color": DIM, "strokeDash": [5, 4]}, y=y),
         # Above the ceiling, where no curve comes.
-        *(layer([ceiling], {"type": "text", "align": "left", "x": 6, "dy": -9} | rim, y=y,
-                 text={"field": "text"}) for rim in rimmed(DIM)),
+        *rimmed(ceiling, {"x": 6, "dy": -9}, DIM, y=y),
         layer(points, {"type": "rule", "color": INK, "opacity": FADED, "strokeDash": [2, 3]}, x=x, y=y,
                y2={"datum": 0}),
         layer(line, {"type": "line", "color": GPU_HIT.colour, "strokeWidth": 2.5}, x=x, y=y),
@@ -295,7 +300,9 @@ def _contours(cells: Sequence[Chart], x: Chart, y: Chart, *, target: float) -> l
         if all(abs(height - other) > _LINE for other in heights):
             heights.append(height)
             text = f"{level:.0%}" + (f": {TARGET:.0%} of the ideal" if level == target else "")
-            layers += _halo({**path[0], "text": text}, x, y, is_low=height < HEIGHT - 20)
+            # Above the point it belongs to, or below at the plot's top.
+            place = {"dx": 6, "dy": -9 if height < HEIGHT - 20 else 10, "fontWeight": "bold"}
+            layers += rimmed({**path[0], "text": text}, place, INK, x=x, y=y)
     return layers
 
 
@@ -317,10 +324,3 @@ def _contour(cells: Sequence[Chart], level: float) -> list[Chart]:
             break
         ends += [(right, least[left, right])]
     return [{"x": x, "y": y, "at": at} for at, (x, y) in enumerate(ends)]
-
-
-def _halo(label: Chart, x: Chart, y: Chart, *, is_low: bool) -> list[Chart]:
-    """A text readable on any colour, above the point it belongs to, or below at the plot's top."""
-    place = {"type": "text", "align": "left", "dx": 6, "dy": -9 if is_low else 10, "fontSize": 12,
-             "fontWeight": "bold"}  # fmt: skip
-    return [layer([label], place | rim, x=x, y=y, text={"field": "text"}) for rim in rimmed(INK)]

@@ -1,7 +1,7 @@
 """How a trace's requests are served and counted, by one tier alone; what that assumes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from harness.traces.load import Loaded
 from sim.curves.stack import Curve, curve
@@ -17,20 +17,9 @@ class Serving:
     forward: bool = False
 
 
-def serial_curve(
-    loaded: Loaded, how: Serving, engine: str, unit_tokens: int | None = None
-) -> Curve:
+def serial_curve(loaded: Loaded, how: Serving, unit_tokens: int | None = None) -> Curve:
     """Hits of requests one after the other; ``unit_tokens``: of a block (default: the trace's)."""
-    return curve(
-        loaded.tree,
-        order=loaded.order,
-        unit_tokens=unit_tokens,
-        forward=how.forward,
-        last_token=how.last_token,
-        decode=how.decode,
-        warm_up=how.warm_up,
-        engine=engine,
-    )
+    return curve(loaded.tree, order=loaded.order, unit_tokens=unit_tokens, **asdict(how))
 
 
 def shared_assumptions(loaded: Loaded, how: Serving) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from harness.errors import InputError
-from harness.traces.load import SCHEMA, Loaded, head, input_errors, share_of
+from harness.traces.load import Loaded, head, input_errors, share_of
 from harness.traces.serving import Serving, gpu_too_small, serial_curve, shared_assumptions
 from harness.vocabulary import SOURCES
 from sim.curves.capacity import spaced
@@ -31,11 +31,10 @@ class SurfaceRun:
     def alone(self) -> tuple[Curve, Curve]:
         """The curve of the GPU tier with no host tier behind it, and of the host tier alone."""
         with input_errors():
-            gpu, host = (
-                serial_curve(self.loaded, self.how, "auto", unit_tokens=unit)
-                for unit in (self.surface.gpu_tokens, self.surface.chunk_tokens)
+            return (
+                serial_curve(self.loaded, self.how, self.surface.gpu_tokens),
+                serial_curve(self.loaded, self.how, self.surface.chunk_tokens),
             )
-        return gpu, host
 
 
 def run_surface(
@@ -45,7 +44,6 @@ def run_surface(
     gpu: str | None = None,
     host: str | None = None,
     chunk_tokens: int | None = None,
-    engine: str = "auto",
 ) -> SurfaceRun:
     """Token sources at every pair of the capacities ``gpu`` and ``host`` (see ``capacity.FORMS``).
 
@@ -70,7 +68,6 @@ def run_surface(
             chunk_tokens=chunk,
             last_token=how.last_token,
             warm_up=how.warm_up,
-            engine=engine,
         )
     points = [
         _pair(loaded, found, g, h, c)
@@ -88,7 +85,6 @@ def _surface_json(
     gpu_blocks: Sequence[int],
 ) -> dict[str, Any]:
     return {
-        "schema": SCHEMA,
         **head(loaded.tree),
         "requests": found.requests,
         "accesses": found.accesses,
@@ -102,9 +98,10 @@ def _surface_json(
 
 
 def _tier_capacities(loaded: Loaded, text: str | None) -> list[int]:
-    if text is not None:
-        return loaded.ruler.all(text)
-    return spaced(max(loaded.tree.n_blocks // 2000, 1), max(loaded.tree.n_blocks, 1), GRID)
+    n_blocks = max(loaded.tree.n_blocks, 1)
+    return (
+        spaced(max(n_blocks // 2000, 1), n_blocks, GRID) if text is None else loaded.ruler.all(text)
+    )
 
 
 def _pair(
@@ -114,13 +111,14 @@ def _pair(
     j = int(np.searchsorted(found.host_chunks, chunks))
     hit, loaded_tokens = int(found.gpu_hit_tokens[i, j]), int(found.host_loaded_tokens[i, j])
     block = loaded.ruler.block_tokens
+    loaded_blocks, rest = divmod(loaded_tokens, block)
     computed = found.counted_tokens - hit - loaded_tokens
     return {
         "gpu_blocks": gpu_blocks,
         "host_blocks": host_blocks,
         "host_chunks": chunks,
         "hit_blocks": hit // block,
-        "host_loaded_blocks": _whole_if_possible(loaded_tokens, block),
+        "host_loaded_blocks": loaded_tokens / block if rest else loaded_blocks,
         "gpu_hit_tokens": hit,
         "host_loaded_tokens": loaded_tokens,
         "computed_tokens": computed,
@@ -128,10 +126,6 @@ def _pair(
         "host_gib": loaded.ruler.gib(host_blocks),
         "computed_share": share_of(computed, found.counted_tokens),
     }
-
-
-def _whole_if_possible(tokens: int, block: int) -> int | float:
-    return tokens // block if tokens % block == 0 else tokens / block
 
 
 def _surface_assumptions(loaded: Loaded, how: Serving, found: Surface) -> list[str]:

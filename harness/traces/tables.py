@@ -2,16 +2,18 @@
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+import rich.progress
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
 from harness.console import say
 from harness.files import replacing
 from harness.terminal import err, out, table_of
-from harness.traces.load import share_of
+from harness.traces.load import Progress, share_of
 from harness.vocabulary import SOURCES
 
 _MOST_PAIRS = 100
@@ -85,31 +87,22 @@ def _percent(share: float | None) -> str | None:
     return None if share is None else f"{share:.1%}"
 
 
-class ReadProgress:
+@contextmanager
+def read_progress() -> Iterator[Progress]:
     """How far a trace has been read, with the time left; on a terminal only, gone when done."""
-
-    def __init__(self) -> None:
-        self._bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=err,
-            transient=True,
-            disable=not err.is_terminal,
+    with rich.progress.Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    ) as bars:
+        task = bars.add_task("reading", total=None)
+        yield lambda done, total, name: bars.update(
+            task, completed=done, total=total, description=f"reading {name}"
         )
-        self._task = self._bars.add_task("reading", total=None)
-
-    def __enter__(self) -> "ReadProgress":
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def show(self, done: int, total: int | None, name: str) -> None:
-        """``done`` of ``total`` bytes (None: not known) are read; ``name`` is the file now."""
-        self._bars.update(self._task, completed=done, total=total, description=f"reading {name}")
 
 
 def show_trace(content: dict[str, Any]) -> None:

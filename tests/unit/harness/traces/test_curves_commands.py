@@ -20,7 +20,7 @@ from harness.traces import plots
 from harness.traces.compile import compile_trace
 from harness.traces.convert import convert_trace
 from harness.traces.curve import read_measured, run_curve
-from harness.traces.describe import describe_trace
+from harness.traces.describe import description
 from harness.traces.load import Loaded, TraceOptions, load
 from harness.traces.serving import Serving
 from harness.traces.surface import run_surface
@@ -194,7 +194,7 @@ def test_listed_blocks_count_whole_and_both_totals_are_named(tmp_path: Path) -> 
     # Four blocks listed, 100 tokens of the last one: 1,636 tokens said, 2,048 counted.
     row = ROWS[0] | {"input_length": 3 * 512 + 100}
     (tmp_path / "t.jsonl").write_text(json.dumps(row))
-    described = describe_trace(str(tmp_path / "t.jsonl"), TraceOptions())
+    described = description(load(str(tmp_path / "t.jsonl"), TraceOptions()))
     loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
     content = run_surface(loaded, Serving(), gpu="1", host="1").json
     for found in (described, content):
@@ -234,7 +234,7 @@ def test_a_host_no_larger_than_the_gpu_is_called_nearly_worthless(trace: str) ->
 def test_compile_describe_and_curve_agree(trace: str, tmp_path: Path) -> None:
     output = tmp_path / "t.kvtrace.npz"
     made = compile_trace(trace, output, TraceOptions())
-    described = describe_trace(str(output), TraceOptions())
+    described = description(load(str(output), TraceOptions()))
     for field in ("requests", "accesses", "distinct_blocks", "block_size", "prompt_tokens"):
         assert made[field] == described[field]
     assert described["ideal_hit_share"] == 0.4
@@ -256,13 +256,15 @@ def test_a_compiled_trace_cannot_change_its_blocks(trace: str, tmp_path: Path) -
 def test_converted_traces_give_the_same_curve(trace: str, tmp_path: Path) -> None:
     for target in ("mooncake", "lmcache"):
         output = tmp_path / f"{target}.jsonl"
-        assert convert_trace(trace, output, target, TraceOptions())["requests"] == 3
+        assert convert_trace(load(trace, TraceOptions()), output, target)["requests"] == 3
         assert [p["hit_blocks"] for p in curve_json(str(output), "3,5,9")["points"]] == [1, 3, 4]
     for chunk in (0, 2**61):
         with pytest.raises(InputError, match=f"chunks of {chunk} tokens; they hold at least 1"):
-            convert_trace(trace, tmp_path / "x", "lmcache", TraceOptions(), chunk_tokens=chunk)
+            convert_trace(
+                load(trace, TraceOptions()), tmp_path / "x", "lmcache", chunk_tokens=chunk
+            )
     with pytest.raises(InputError, match="target 'x' is not known"):
-        convert_trace(trace, tmp_path / "x", "x", TraceOptions())
+        convert_trace(load(trace, TraceOptions()), tmp_path / "x", "x")
 
 
 def test_sessions_without_starts_are_spread_and_that_is_said(tmp_path: Path) -> None:
