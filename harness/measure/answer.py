@@ -56,7 +56,6 @@ class Received:
     head: bytes = b""  # of a body that is no event stream
     events: list[tuple[int, Event]] = field(default_factory=list)  # stamp of the completing packet
     is_done: bool = False
-    deadline_passed: bool = False
     fault: str | None = None
     _parser: SseParser = field(default_factory=SseParser)
     _last_ns: int = 0

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from harness.errors import InputError
 from harness.files import write_lines
+from harness.measure.progress import RunProgress
 from harness.measure.replay import SessionContext, replay
 from harness.measure.settle import Scraper
 from harness.measure.stream import open_client
@@ -23,24 +24,10 @@ from servers.gpu.devices import devices_of
 from servers.gpu.samples import sampled
 from servers.launch import Running, launch
 from servers.probe import ServerFacts, probe
-from sim.workload import Workload
-
-
-class Progress(Protocol):
-    """What a run tells whoever watches it."""
-
-    def session_starts(self, session: SessionPlan, *, requests: int) -> None:
-        """The session's servers are being started."""
-
-    def session_ready(self, session: SessionPlan, *, start_s: float) -> None:
-        """The session's servers answered a real completion after ``start_s`` seconds."""
-
-    def row(self, row: Row) -> None:
-        """One request was journalled."""
 
 
 def run_sessions(
-    experiment: Experiment, folder: RunFolder, *, cache_dir: Path, progress: Progress
+    experiment: Experiment, folder: RunFolder, *, cache_dir: Path, progress: RunProgress
 ) -> None:
     """Measure every session that has no complete journal yet, in order."""
     for session in experiment.sessions:
@@ -88,10 +75,9 @@ def _measure(
     folder: RunFolder,
     *,
     cache_dir: Path,
-    progress: Progress,
+    progress: RunProgress,
 ) -> None:
-    plan, workload = experiment.plan, experiment.workload_of(session.arm)
-    progress.session_starts(session, requests=len(workload.requests))
+    progress.session_starts(session, requests=len(experiment.workload_of(session.arm).requests))
     started = utc_now()
     with (
         sampled(devices_of(session.arm, os.environ)) as gpu,
@@ -100,21 +86,16 @@ def _measure(
             log_stem=folder.path / f"server-{session.name}",
             ledger=folder.ledger,
             cache_dir=cache_dir,
-            deadline_s=plan.deadlines.start_s,
+            deadline_s=experiment.plan.deadlines.start_s,
             session=session.name,
         ) as running,
     ):
         facts = probe(running, session.arm)
         gpu.mark("ready")
-        places = {str(folder.path.resolve()): "$RUN", str(cache_dir.resolve()): "$CACHE"}
-        noted = _session_facts(running, facts, places=places)
+        noted = _session_facts(running, facts, folder=folder, cache_dir=cache_dir)
         folder.note_session(session.name, {"started": started, **noted})
         progress.session_ready(session, start_s=running.start_s)
-        context = _context(
-            experiment, session, run=folder.name, running=running, connector=facts.connector
-        )
-        with JournalWriter(folder.journal(session.name)) as journal:
-            _replay(workload, running, context=context, journal=journal, on_row=progress.row)
+        _replay(experiment, session, folder, running, facts.connector, on_row=progress.row)
         gpu.mark("end")
     folder.note_session(
         session.name, {"ended": utc_now(), "gpu": gpu.record(), "unread_gpus": running.unread_gpus}
@@ -122,25 +103,40 @@ def _measure(
 
 
 def _replay(
-    workload: Workload,
+    experiment: Experiment,
+    session: SessionPlan,
+    folder: RunFolder,
     running: Running,
+    connector: str | None,
     *,
-    context: SessionContext,
-    journal: JournalWriter,
     on_row: Callable[[Row], None],
 ) -> None:
+    host, deadlines = session.arm.host, experiment.plan.deadlines
+    context = SessionContext(
+        run=folder.name,
+        session=session.name,
+        order=session.order,
+        config=session.arm.name,
+        kind=host.kind if host else None,
+        connector=connector,
+        model_name=running.model_name,
+        chunk_tokens=host.chunk_tokens if host else None,
+        chunk_bytes=experiment.chunk_bytes if host else None,
+        request_s=deadlines.request_s,
+        settle_s=deadlines.settle_s,
+    )
     with (
+        JournalWriter(folder.journal(session.name)) as journal,
         open_client(running.base_url, deadline_s=context.request_s) as client,
         Scraper(
             running.base_url,
             lmcache_url=running.lmcache_url,
             kind=context.kind,
             model_name=running.model_name,
-            launch_id=running.model_name,
         ) as scraper,
     ):
         replay(
-            workload,
+            experiment.workload_of(session.arm),
             context,
             client=client,
             scraper=scraper,
@@ -150,35 +146,12 @@ def _replay(
         )
 
 
-def _context(
-    experiment: Experiment,
-    session: SessionPlan,
-    *,
-    run: str,
-    running: Running,
-    connector: str | None,
-) -> SessionContext:
-    plan = experiment.plan
-    host = session.arm.host
-    return SessionContext(
-        run=run,
-        session=session.name,
-        order=session.order,
-        config=session.arm.name,
-        kind=host.kind if host else None,
-        connector=connector,
-        model_name=running.model_name,
-        chunk_tokens=host.chunk_tokens if host else None,
-        chunk_bytes=experiment.chunk_bytes if host else None,
-        request_s=plan.deadlines.request_s,
-        settle_s=plan.deadlines.settle_s,
-    )
-
-
 def _session_facts(
-    running: Running, facts: ServerFacts, *, places: dict[str, str]
+    running: Running, facts: ServerFacts, *, folder: RunFolder, cache_dir: Path
 ) -> dict[str, Any]:
-    places = places | {
+    places = {
+        str(folder.path.resolve()): "$RUN",
+        str(cache_dir.resolve()): "$CACHE",
         running.commands[0].env["TMPDIR"]: "$TMPDIR",
         sys.prefix: "$VENV",
         str(Path.cwd()): "$CHECKOUT",

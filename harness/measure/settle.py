@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -28,7 +27,7 @@ from harness.counters.pages import (
 )
 from harness.counters.tiers.base import HopelessError, HostReading, NotYetError, Rest, wait_if
 from harness.counters.tiers.registry import COUNTED
-from harness.measure.bounded_http import BoundedHeadTransport
+from harness.measure.bounded_http import BoundedTransport
 from servers.series import KV_USAGE, PROCESS_START, VLLM_GAUGES, VLLM_SERIES, Series
 from sim.tiers.settings import TierKind
 
@@ -66,6 +65,7 @@ class _Progress:
 class Scraper:
     """Reads one launch's counters over HTTP. Never follows proxies or redirects.
 
+    ``model_name`` is unique to the launch.
     ``kind`` is the host tier's, None without one; with an ``lmcache_url`` alone it is LMCache's
     server. ``lmcache_url`` is that server's HTTP side or, for LMCache inside vLLM, the internal API
     of its first worker; ValueError where ``kind`` needs one and has none.
@@ -77,7 +77,6 @@ class Scraper:
         *,
         lmcache_url: str | None,
         model_name: str,
-        launch_id: str,
         kind: TierKind | None = None,
     ) -> None:
         self._tier = None if kind is None else COUNTED[kind]
@@ -89,11 +88,10 @@ class Scraper:
         self._vllm_url = base_url.rstrip("/") + "/metrics"
         self._host_url = None if lmcache_url is None else lmcache_url.rstrip("/")
         self._model_name = model_name
-        self._launch_id = launch_id
         self._client = httpx.Client(
             trust_env=False,
             headers={"Accept": "text/plain; version=0.0.4", "Accept-Encoding": "identity"},
-            transport=BoundedHeadTransport(
+            transport=BoundedTransport(
                 # Loopback http only: an empty trust store refuses TLS and is loaded at once.
                 verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
                 trust_env=False,
@@ -105,16 +103,7 @@ class Scraper:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
     def read(self) -> Snapshot:
@@ -220,7 +209,7 @@ class Scraper:
             for who, samples in pages.items()
             if samples.get(PROCESS_START.sample)
         ]
-        launch = " ".join([self._launch_id, *started])
+        launch = " ".join([self._model_name, *started])
         return Snapshot(counters, host.counters if host else None, launch)
 
     def _of_vllm(self, timeout_s: float) -> tuple[Samples, dict[str, int]]:
@@ -235,22 +224,9 @@ class Scraper:
     def _gauge(self, samples: Samples, series: Series) -> float:
         return gauge_value(samples, series, where=self._vllm_url, model_name=self._model_name)
 
-    def _page(self, url: str, timeout_s: float) -> httpx.Response:
-        """One page within ``timeout_s`` in all: httpx bounds each read, not the sum of them."""
-        until = time.monotonic() + timeout_s
-        with self._client.stream("GET", url, timeout=timeout_s) as response:
-            body = bytearray()
-            for packet in response.iter_raw():
-                body += packet
-                if time.monotonic() > until:
-                    raise httpx.ReadTimeout(f"the page was not whole after {timeout_s:.1f} s")
-        headers = {k: v for k, v in response.headers.items() if k == "location"}
-        return httpx.Response(response.status_code, headers=headers, content=bytes(body))
-
     def _get(self, url: str, timeout_s: float) -> httpx.Response:
-        timeout_s = min(timeout_s, SCRAPE_TIMEOUT_S)
         try:
-            response = self._page(url, timeout_s)
+            response = self._client.get(url, timeout=min(timeout_s, SCRAPE_TIMEOUT_S))
         except httpx.ConnectError as error:
             raise UnreachableError(f"GET {url}: {error}") from error
         except httpx.HTTPError as error:

@@ -6,17 +6,15 @@ each packet with ``time.perf_counter_ns``; JSON is decoded only after the stream
 """
 
 import json
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import httpx
 
 from harness.measure.answer import ERROR_BODY_BYTES, Received, StreamResult, judge_answer
-from harness.measure.bounded_http import BoundedHeadTransport
+from harness.measure.bounded_http import BoundedTransport
 from harness.measure.sse import StreamError
 
 CONNECT_S = 5.0
@@ -28,15 +26,15 @@ _END_AFTER_DONE_S = 1.0
 def open_client(base_url: str, *, deadline_s: float) -> httpx.Client:
     """A client for ``base_url``: no proxy, no retry, no redirect, no limit on connections.
 
-    ``deadline_s`` bounds the head and each later read of requests that set no deadline of their
-    own. One request at a time.
+    ``deadline_s`` bounds the answers to requests that set no deadline of their own. One request at
+    a time.
     """
     limits = httpx.Limits(max_connections=None, keepalive_expiry=None)
     return httpx.Client(
         base_url=base_url,
         trust_env=False,
         timeout=_timeout(deadline_s),
-        transport=BoundedHeadTransport(retries=0, trust_env=False, limits=limits),
+        transport=BoundedTransport(retries=0, trust_env=False, limits=limits),
     )
 
 
@@ -141,56 +139,11 @@ def _exchange(
         timeout=_timeout(deadline_s),
         extensions={"trace": trace},
     )
-    # The timer's thread starts before the request: its start must not sit between two packets.
-    with _cutter(answer) as cutter:
-        cutter.cut_after(deadline_s)
-        response = client.send(request, stream=True)
-        try:
-            cutter.socket = response.extensions["network_stream"].get_extra_info("socket")
-            if answer.deadline_passed:
-                raise httpx.ReadTimeout("the head of the answer came too late")
-            _read(response, answer, cutter.cut_after)
-        finally:
-            response.close()
+    with closing(client.send(request, stream=True)) as response:
+        _read(response, answer)
 
 
-class _Cutter:
-    """Shuts a connection down at a set time: httpx bounds each read, not the sum of them."""
-
-    def __init__(self, answer: Received) -> None:
-        self.socket: socket.socket | None = None  # None while httpx's own timeout is the bound
-        self._answer = answer
-        self._timer: threading.Timer | None = None
-
-    def cut_after(self, seconds: float) -> None:
-        """Cut ``seconds`` from now, in place of what was set before."""
-        self.cancel()
-        self._timer = threading.Timer(seconds, self._cut)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def cancel(self) -> None:
-        """Do not cut."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _cut(self) -> None:
-        self._answer.deadline_passed = not self._answer.is_done
-        if self.socket is not None:
-            with suppress(OSError):  # closed in this very moment
-                self.socket.shutdown(socket.SHUT_RDWR)
-
-
-@contextmanager
-def _cutter(answer: Received) -> Iterator[_Cutter]:
-    cutter = _Cutter(answer)
-    try:
-        yield cutter
-    finally:
-        cutter.cancel()
-
-
-def _read(response: httpx.Response, answer: Received, cut_after: Callable[[float], None]) -> None:
+def _read(response: httpx.Response, answer: Received) -> None:
     """Stamp and split the body; nothing is decoded here, so no stamp waits for a decoder."""
     answer.status = response.status_code
     answer.media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -203,7 +156,7 @@ def _read(response: httpx.Response, answer: Received, cut_after: Callable[[float
             was_done = answer.is_done
             answer.add_packet(packet, now_ns=now_ns)
             if answer.is_done and not was_done:
-                cut_after(_END_AFTER_DONE_S)
+                response.extensions["bound"].cut_after(_END_AFTER_DONE_S)
     finally:
         answer.end()
 
@@ -221,7 +174,7 @@ def _describe(fault: Exception, answer: Received, deadline_s: float) -> str:
     seen = f"{len(answer.events)} events had arrived"
     if isinstance(fault, httpx.ConnectError | httpx.ConnectTimeout):
         return f"no connection: {fault}"
-    if answer.deadline_passed or isinstance(fault, httpx.TimeoutException):
+    if isinstance(fault, httpx.TimeoutException):
         return f"deadline: the stream had not ended after {deadline_s:g} s; {seen}"
     if isinstance(fault, StreamError):
         return str(fault)

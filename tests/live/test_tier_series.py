@@ -292,7 +292,7 @@ def test_lmcache_in_process_is_read_over_its_internal_api_right_after_each_reque
     # vLLM's own pages are the loopback server's here; LMCache's are the real ones.
     with (
         FakeServer(spec) as fake,
-        Scraper(fake.base_url, lmcache_url=url, model_name=name, launch_id="l", kind="lmcache")
+        Scraper(fake.base_url, lmcache_url=url, model_name=name, kind="lmcache")
         as scraper,
     ):  # fmt: skip
         resident = []

@@ -62,7 +62,6 @@ def scraper_of(server: FakeServer, kind: Kind) -> Scraper:
         server.base_url,
         lmcache_url=server.lmcache_url,
         model_name="m",
-        launch_id="launch-1",
         kind=kind,
     )
 
@@ -239,7 +238,7 @@ def test_a_tier_that_drops_everything_shows_as_computed(tmp_path: Path) -> None:
 def test_a_scraper_needs_lmcaches_url_exactly_for_lmcache() -> None:
     for kind, url in (("lmcache", None), ("native", "http://127.0.0.1:1")):
         with pytest.raises(ValueError, match=f"{kind}.*lmcache_url"):
-            Scraper("http://127.0.0.1:1", lmcache_url=url, model_name="m", launch_id="l", kind=kind)
+            Scraper("http://127.0.0.1:1", lmcache_url=url, model_name="m", kind=kind)
 
 
 def test_a_settle_of_vllms_own_offloading_looks_twice_at_a_server_at_rest() -> None:

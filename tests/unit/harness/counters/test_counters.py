@@ -162,7 +162,6 @@ def scraper(vllm: Stub, host: Stub | None = None, model: str = MODEL) -> Scraper
         kind=None if host is None else "lmcache-mp",
         lmcache_url=lmcache_url,
         model_name=model,
-        launch_id="launch-1",
     )
 
 
@@ -203,7 +202,7 @@ def test_a_fresh_server_reads_as_zeros_for_every_series_it_exports(vllm: Stub) -
             "external_hits": 0,
         },
         host=None,
-        launch="launch-1 vllm@1795967258.90",
+        launch=f"{MODEL} vllm@1795967258.90",
     )
 
 
@@ -868,7 +867,7 @@ def test_a_server_that_is_gone_ends_the_wait_at_once_without_a_reading(
     vllm: Stub, start: Callable[[], Stub]
 ) -> None:
     before = at(vllm, None, "before")
-    gone = Scraper("http://127.0.0.1:1", lmcache_url=None, model_name=MODEL, launch_id="launch-1")
+    gone = Scraper("http://127.0.0.1:1", lmcache_url=None, model_name=MODEL)
     begun = time.monotonic()
     with gone:
         settled = gone.settle(before, deadline_s=60)
