@@ -5,14 +5,16 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.errors import InputError
 from sim.errors import SpecError
 from sim.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import BaseModel, ValidationError
+
+    Model = TypeVar("Model", bound=BaseModel)
 
 # In the words of TOML and JSON, where pydantic speaks of Python's types.
 _MESSAGES = {
@@ -55,6 +57,16 @@ def load_json(text: bytes, *, where: str) -> Any:
         return strict_json(text)
     except SpecError as error:
         raise InputError(f"{where}: {error}") from None
+
+
+def validated(kind: "type[Model]", content: Any, *, where: str, hint: str | None = None) -> "Model":
+    """``content`` as a ``kind``; InputError names ``where`` and the field."""
+    from pydantic import ValidationError
+
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise InputError(f"{where}: {describe_invalid(error)}", hint=hint) from None
 
 
 def describe_invalid(error: "ValidationError") -> str:

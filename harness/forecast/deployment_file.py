@@ -4,10 +4,10 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from harness.errors import InputError
-from harness.files import describe_invalid
+from harness.files import validated
 from harness.plan.host import DEFAULT, EvictionFields
 from servers.tiers.registry import keeps_blocks
 from sim.tiers.registry import model_of
@@ -85,11 +85,8 @@ def read_deployment(path: Path) -> Deployment:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise InputError(f"{path}: not valid TOML: {error}") from None
-    try:
-        deployment = Deployment.model_validate(content)
-    except ValidationError as error:
-        fields = ", ".join(Deployment.model_fields)
-        raise InputError(f"{path}: {describe_invalid(error)}", hint=f"fields: {fields}") from None
+    fields = f"fields: {', '.join(Deployment.model_fields)}"
+    deployment = validated(Deployment, content, where=str(path), hint=fields)
     requests = deployment.documents * len(deployment.passes)
     if requests * (deployment.request_blocks + REQUEST_IN_BLOCKS) > _MOST_BLOCKS:
         raise InputError(

@@ -1,15 +1,13 @@
 """What in a row contradicts itself, the row before it or its own raw counters."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from harness.counters.attribute import derive
 from harness.counters.errors import CounterError
 from harness.counters.tiers.registry import STATE_NAMES, tier_of
-from harness.errors import InputError
 from harness.plan.plan import session_name
-from harness.record.row import Row
+from harness.record.row import NUMBERS, Row
 from sim.workload import WARMUP_PASS
 
 
@@ -92,52 +90,42 @@ def _in_sources(row: Row) -> str | None:
     return None
 
 
-_DERIVED = ("computed", "gpu_hit", "host_loaded", "stored_tokens", "loaded_bytes")
-
-
-_Derived = tuple[int | None, ...]
-
+Derived = tuple[int | None, ...]
+"""The ``NUMBERS`` of a row by its raw counters."""
 
 _MOST_KEPT = 10_000
 
 
-def _check_sources(path: Path, number: int, row: Row, kept: dict[Any, _Derived]) -> None:
-    """Refuse a row whose sources do not follow from its raw counters.
+def unlike_counters(row: Row, kept: dict[Any, Derived]) -> str | None:
+    """What in ``row`` does not follow from its own raw counters; None when everything does.
 
     ``kept``: what was derived for earlier rows. ``derive`` reads how far each counter moved, and
     states as they are, so rows that agree in these are derived once: it takes 15 µs a row.
     """
     if not row.is_attributed:
-        return
+        return None
     before, after = row.counters_before, row.counters_after
     if before is None or after is None:
-        raise InputError(f"{path}, line {number}: token sources without the counters they are from")
+        return "token sources without the counters they are from"
     alike: Any = None
-    derived: _Derived | None = None
     if before.keys() == after.keys():
         moved = [v if n in STATE_NAMES else v - before[n] for n, v in after.items()]
         alike = (*moved, *after, row.prompt_tokens, row.chunk_tokens, row.chunk_bytes)
-        derived = kept.get(alike)
+    derived = kept.get(alike)
     if derived is None:
         try:
             derived = _derived(row, before, after)
         except CounterError as error:
-            raise InputError(f"{path}, line {number}: {error}") from None
+            return str(error)
         if alike is not None and len(kept) < _MOST_KEPT:
             kept[alike] = derived
-    counted = (row.computed, row.gpu_hit, row.host_loaded, row.stored_tokens, row.loaded_bytes)
-    if counted != derived:
-        name, said, found = next(
-            triple for triple in zip(_DERIVED, counted, derived, strict=True)
-            if triple[1] != triple[2]
-        )  # fmt: skip
-        raise InputError(
-            f"{path}, line {number}: {name} is {said}, but the row's own counters say {found}"
-        )
+    for name, found in zip(NUMBERS, derived, strict=True):
+        if (said := getattr(row, name)) != found:
+            return f"{name} is {said}, but the row's own counters say {found}"
+    return None
 
 
-def _derived(row: Row, before: Mapping[str, int], after: Mapping[str, int]) -> _Derived:
-    """The row's ``_DERIVED`` fields by its raw counters; CounterError where they cannot be told."""
+def _derived(row: Row, before: Mapping[str, int], after: Mapping[str, int]) -> Derived:
     if row.chunk_tokens is None and tier_of(after) is not None:
         raise CounterError("chunk_tokens is None but the counters include a host tier")
     measured = derive(

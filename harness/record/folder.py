@@ -48,7 +48,6 @@ class RunFolder:
         return self.path.name
 
     def journal(self, session: str) -> Path:
-        """The journal of the session called ``session``."""
         return self.path / f"journal-{session}.jsonl"
 
     def journals(self) -> list[Path]:
@@ -125,7 +124,6 @@ class RunFolder:
         return read_plan(self.path / PLAN_FILE, migrate=plan_as_today)
 
     def note_session(self, session: str, facts: JsonObject) -> None:
-        """Add ``facts`` to what the manifest knows of a session."""
         manifest = self.read_manifest()
         manifest.add_to_session(session, facts)
         manifest.write(self.path)

@@ -6,15 +6,16 @@ followed by fsync, so a killed run keeps every row it finished. Reading needs no
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from harness.errors import InputError
-from harness.files import describe_invalid, load_json, read_lines
+from harness.files import load_json, read_lines, validated
 from harness.plan.requests import Key
-from harness.record.audit import _check_sources, _Derived, contradiction
+from harness.record.audit import Derived, contradiction, unlike_counters
 from harness.record.row import NUMBERS, PredictedRow, Row
 from harness.record.versions import current
 
@@ -40,15 +41,11 @@ class JournalWriter:
             raise OSError(f"only {written} of {len(line)} bytes of a journal row were written")
         os.fsync(self._fd)
 
-    def close(self) -> None:
-        """Release the file."""
-        os.close(self._fd)
-
     def __enter__(self) -> "JournalWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._fd)
 
 
 def read_journal(path: Path, notes: list[str] | None = None) -> list[Row]:
@@ -64,11 +61,10 @@ def walk_journal(path: Path, notes: list[str]) -> Iterator[Row]:
     row's own raw counters raises InputError with file, line and field.
     """
     last: Row | None = None
-    kept: dict[Any, _Derived] = {}
+    kept: dict[Any, Derived] = {}
     for number, row in _records(path, Row, notes):
-        if problem := contradiction(row, last):
+        if problem := contradiction(row, last) or unlike_counters(row, kept):
             raise InputError(f"{path}, line {number}: {problem}")
-        _check_sources(path, number, row, kept)
         yield row
         last = row
 
@@ -98,16 +94,11 @@ def parse_record(line: bytes, kind: type[Record], *, where: str) -> Record:
     keys; so its answer counts only where there are as many keys as ``":`` in the line. Everything
     else is read the strict way, an older version above all.
     """
-    try:
+    with suppress(ValidationError):
         record = kind.model_validate_json(line)
         if line.count(b'":') == _n_keys(record):
             return record
-    except ValidationError:
-        pass
-    try:
-        return kind.model_validate(current(load_json(line, where=where), kind, where=where))
-    except ValidationError as error:
-        raise InputError(f"{where}: {describe_invalid(error)}") from None
+    return validated(kind, current(load_json(line, where=where), kind, where=where), where=where)
 
 
 def _records(path: Path, kind: type[Record], notes: list[str]) -> Iterator[tuple[int, Record]]:

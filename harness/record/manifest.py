@@ -4,10 +4,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from harness.errors import InputError
-from harness.files import describe_invalid, load_json, write_json
+from harness.files import load_json, validated, write_json
 from harness.record.row import Version
 from harness.record.versions import JsonObject, current_manifest
 
@@ -82,7 +82,6 @@ class SessionRecord(_Open):
     unread_gpus: list[str] = []
 
     def as_json(self) -> JsonObject:
-        """What the file has of it."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -106,7 +105,6 @@ class Manifest(_Open):
         return dict(self.model_extra or {})
 
     def add_to_session(self, session: str, facts: JsonObject) -> None:
-        """Add ``facts`` to what is known of a session."""
         known = self.sessions[session].as_json() if session in self.sessions else {}
         self.sessions[session] = SessionRecord.model_validate({**known, **facts})
 
@@ -124,7 +122,5 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{folder} is not a run folder: no readable manifest.json ({error.strerror})"
         ) from None
-    try:
-        return Manifest.model_validate(current_manifest(content, folder.name, where=str(path)))
-    except ValidationError as error:
-        raise InputError(f"{path}: {describe_invalid(error)}") from None
+    today = current_manifest(content, folder.name, where=str(path))
+    return validated(Manifest, today, where=str(path))

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from harness.errors import InputError
-from harness.files import describe_invalid, load_json, numbered_lines, write_json
+from harness.files import load_json, numbered_lines, validated, write_json
 from harness.plan.rule import DecisionSection
 from harness.record.folder import RunFolder, file_digest
 from harness.record.manifest import Manifest, utc_now
@@ -286,13 +286,8 @@ def _foreign(line: bytes, where: str) -> ForeignRow:
             f"{error}; the last line has no line end: its writer was cut off",
             hint="take the torn line away",
         ) from None
-    try:
-        row = ForeignRow.model_validate(content)
-    except ValidationError as error:
-        raise InputError(
-            f"{where}: {describe_invalid(error)}",
-            hint="each line needs config, pass, doc, doc_tokens, ttft_ms and total_ms",
-        ) from None
+    needed = "each line needs config, pass, doc, doc_tokens, ttft_ms and total_ms"
+    row = validated(ForeignRow, content, where=where, hint=needed)
     if row.ttft_ms is not None and row.total_ms is not None and row.ttft_ms > row.total_ms:
         raise InputError(f"{where}: ttft_ms {row.ttft_ms} is more than total_ms {row.total_ms}")
     if row.ttft_ms is None and not row.has_failed and not row.error:

@@ -9,10 +9,10 @@ field with a default is absent from the files where it was not given.
 from pathlib import Path
 from typing import Literal, NewType, TypeVar
 
-from pydantic import Field, ValidationError, field_serializer
+from pydantic import Field, field_serializer
 
 from harness.errors import InputError
-from harness.files import describe_invalid, load_json
+from harness.files import load_json, validated
 from harness.forecast.cliff import Cliff
 from harness.plan.rule import DecisionSection
 from harness.record.row import Predicted, Sample
@@ -188,7 +188,4 @@ def _read(run: Path, name: str, shape: type[File]) -> File:
     check_version(version, newest=SCHEMA, where=str(path))
     if version != SCHEMA:
         raise InputError(f"{path} is an older kvcliff's, schema {version}", hint=again)
-    try:
-        return shape.model_validate(content)
-    except ValidationError as error:
-        raise InputError(f"{path} was changed: {describe_invalid(error)}", hint=again) from None
+    return validated(shape, content, where=f"{path} was changed", hint=again)
