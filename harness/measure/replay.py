@@ -81,7 +81,8 @@ def replay(
                 f"{outcome.why_not}",
                 hint="install the supported engine versions (make setup): README.md names them",
             )
-        before, last = outcome.settled.after or _read_or_none(scraper), outcome
+        # None: the row after this one says so; its latency counts all the same.
+        before, last = outcome.settled.after or scraper.read_or_none(), outcome
 
 
 def _fresh(scraper: Scraper, context: SessionContext) -> Snapshot | None:
@@ -93,13 +94,6 @@ def _fresh(scraper: Scraper, context: SessionContext) -> Snapshot | None:
             hint="read the session's server logs; raise deadlines.settle_s on a slow machine",
         )
     return fresh.after
-
-
-def _read_or_none(scraper: Scraper) -> Snapshot | None:
-    try:
-        return scraper.read()
-    except CounterError:
-        return None  # the row after this one says so; its latency counts all the same
 
 
 def _ask(

@@ -106,9 +106,19 @@ class Scraper:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def read(self) -> Snapshot:
+    def read(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> Snapshot:
         """One reading of all counters, settled or not. Raises ScrapeError or MissingSeries."""
-        return self._read(SCRAPE_TIMEOUT_S)
+        vllm, counters = self._of_vllm(timeout_s)
+        pages = self._pages(timeout_s)
+        host = None if pages is None or self._tier is None else self._tier.read(pages)
+        return self._snapshot(vllm, counters, host)
+
+    def read_or_none(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> Snapshot | None:
+        """``read``; None where the counters cannot be read."""
+        try:
+            return self.read(timeout_s)
+        except CounterError:
+            return None
 
     def settle(self, before: Snapshot | None, *, deadline_s: float) -> Settled:
         """Wait until the one request sent since ``before`` has left no work behind in the servers.
@@ -124,13 +134,11 @@ class Scraper:
         start = time.monotonic()
         end = start + deadline_s
         progress = _Progress(self._tier.rest(self._model_name) if self._tier else None)
-        after: Snapshot | None = None
         while True:
             remaining = end - time.monotonic()
             try:
                 after = self._look(before, progress, timeout_s=max(remaining, LAST_GET_TIMEOUT_S))
-                reason = None
-                break
+                return Settled(after, (time.monotonic() - start) * 1e3, None)
             except (UnreachableError, HopelessError, MissingSeries) as error:
                 reason = str(error)
                 break
@@ -140,15 +148,7 @@ class Scraper:
                 break
             time.sleep(POLL_S)
         settle_ms = (time.monotonic() - start) * 1e3
-        if reason is not None:
-            after = self._read_if_possible()
-        return Settled(after, settle_ms, reason)
-
-    def _read(self, timeout_s: float) -> Snapshot:
-        vllm, counters = self._of_vllm(timeout_s)
-        pages = self._pages(timeout_s)
-        host = None if pages is None or self._tier is None else self._tier.read(pages)
-        return self._snapshot(vllm, counters, host)
+        return Settled(self.read_or_none(LAST_GET_TIMEOUT_S), settle_ms, reason)
 
     def _pages(self, timeout_s: float) -> "_Pages | None":
         if self._host_url is None or self._tier is None:
@@ -156,12 +156,6 @@ class Scraper:
         wanted = (*self._tier.host_series, *self._tier.gauges, PROCESS_START)
         get = partial(self._get, timeout_s=timeout_s)
         return _Pages(self._host_url, wanted, self._model_name, get)
-
-    def _read_if_possible(self) -> Snapshot | None:
-        try:
-            return self._read(LAST_GET_TIMEOUT_S)
-        except CounterError:
-            return None
 
     def _look(
         self, before: Snapshot | None, progress: "_Progress", *, timeout_s: float
@@ -190,7 +184,8 @@ class Scraper:
         if finished < 0 or finished > 1:
             raise HopelessError(f"vLLM's finished requests moved by {finished} where we sent 1")
         wait_if("vLLM has not counted the request as finished" if finished == 0 else None)
-        running, waiting, usage = (self._gauge(samples, series) for series in VLLM_GAUGES)
+        where = {"where": self._vllm_url, "model_name": self._model_name}
+        running, waiting, usage = (gauge_value(samples, s, **where) for s in VLLM_GAUGES)
         # The gauge is published with step statistics and may lag: zero once after success will do.
         progress.blocks_freed = progress.blocks_freed or usage == 0
         if running or waiting:
@@ -220,9 +215,6 @@ class Scraper:
         found |= others_finished(samples, self._model_name)
         require_split(found, with_host=self._tier is not None, page=text)
         return samples, found
-
-    def _gauge(self, samples: Samples, series: Series) -> float:
-        return gauge_value(samples, series, where=self._vllm_url, model_name=self._model_name)
 
     def _get(self, url: str, timeout_s: float) -> httpx.Response:
         try:

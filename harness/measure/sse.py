@@ -77,14 +77,11 @@ class SseParser:
             return self._dispatch()
         # Malformed bytes become U+FFFD, as the standard's "UTF-8 decode" does.
         name, _, value = raw.decode("utf-8", errors="replace").partition(":")
-        self._field(name, value.removeprefix(" "))
-        return []
-
-    def _field(self, name: str, value: str) -> None:
         if name == "data":
-            self._data.append(value)
+            self._data.append(value.removeprefix(" "))
         elif name == "event":
-            self._name = value
+            self._name = value.removeprefix(" ")
+        return []
 
     def _dispatch(self) -> list[Event]:
         name, data = self._name or "message", "\n".join(self._data)

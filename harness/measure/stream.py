@@ -148,7 +148,7 @@ def _read(response: httpx.Response, answer: Received) -> None:
     answer.status = response.status_code
     answer.media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     if answer.status != 200 or answer.media_type != "text/event-stream":
-        answer.head = _head(response)
+        answer.head = next(response.iter_raw(ERROR_BODY_BYTES), b"")
         return
     try:
         for packet in response.iter_raw():
@@ -159,15 +159,6 @@ def _read(response: httpx.Response, answer: Received) -> None:
                 response.extensions["bound"].cut_after(_END_AFTER_DONE_S)
     finally:
         answer.end()
-
-
-def _head(response: httpx.Response) -> bytes:
-    head = b""
-    for packet in response.iter_raw():
-        head += packet
-        if len(head) >= ERROR_BODY_BYTES:
-            break
-    return head[:ERROR_BODY_BYTES]
 
 
 def _describe(fault: Exception, answer: Received, deadline_s: float) -> str:
