@@ -1,8 +1,7 @@
 """How every chart looks, and how it becomes a file: for the report's charts and the traces' plots.
 
-Charts are plain Vega-Lite documents. Importing Altair to write them takes a second, which only the
-report can spare; vl-convert renders them without a browser. Text and grid are ``currentColor``, so
-on a page light, dark and print need no second drawing; on paper that is ink.
+Charts are plain Vega-Lite documents; vl-convert renders them without a browser. Text and grid are
+``currentColor``, so on a page light, dark and print need no second drawing; on paper that is ink.
 """
 
 import json

@@ -6,9 +6,7 @@ Arms differ in shape as well as colour (``harness.vocabulary``).
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import altair as alt
-
-from harness.charting import FADED, FONT_SIZE, log_ticks, on_page
+from harness.charting import FADED, FONT_SIZE, Chart, layer, log_ticks, on_page
 from harness.forecast.cliff import Cliff, CliffPoint
 from harness.plan.arms import BASELINE, CONTROL
 from harness.vocabulary import (
@@ -23,6 +21,8 @@ from harness.vocabulary import (
 )
 
 Rows = Sequence[Mapping[str, Any]]
+_KINDS = {"Q": "quantitative", "N": "nominal", "O": "ordinal", "T": "temporal"}
+_KEY: Chart = {"orient": "top", "title": None}
 
 
 def arm_marks(arms: Sequence[str], treatment: str | None) -> dict[str, Mark]:
@@ -38,22 +38,20 @@ def arm_marks(arms: Sequence[str], treatment: str | None) -> dict[str, Mark]:
 
 def ttft_spec(
     values: Rows, *, arms: Mapping[str, Mark], domain: Sequence[float], legend: bool
-) -> dict[str, Any]:
+) -> Chart:
     """TTFT by position in the pass; ``values`` have ``n, ttft, arm, failed`` and the tooltip."""
-    base = _chart(values).encode(
-        x=_counted("n:Q", "request in the pass"),
-        y=_log("ttft:Q", "TTFT, ms (log)", domain),
-        tooltip=[alt.Tooltip(f"{name}:N", title=title) for name, title in _TTFT_TOOLTIP],
-    )
-    colour, shape = _arm_encoding(arms, legend)
-    good = base.transform_filter("!datum.failed").mark_point(filled=True, size=42, opacity=0.85)
-    layers = [good.encode(color=colour, shape=shape)]
-    if any(value["failed"] for value in values):
-        bad = base.transform_filter("datum.failed").mark_point(
-            shape="cross", size=60, color=FAILED, angle=45, filled=True
-        )
-        layers.append(bad)
-    return _spec(alt.layer(*layers), height=230)
+    place = {
+        "x": _counted("n:Q", "request in the pass"),
+        "y": _log("ttft:Q", "TTFT, ms (log)", domain),
+        "tooltip": [_of(f"{name}:N", title) for name, title in _TTFT_TOOLTIP],
+    }
+    good, bad = ([v for v in values if v["failed"] is failed] for failed in (False, True))
+    point = {"type": "point", "filled": True, "size": 42, "opacity": 0.85}
+    cross = {"type": "point", "shape": "cross", "size": 60, "color": FAILED, "angle": 45}
+    layers = [layer(good, point, **place, **_arm_encoding(arms, legend))]
+    if bad:
+        layers.append(layer(bad, cross | {"filled": True}, **place))
+    return on_page({"layer": layers}, height=230)
 
 
 _TTFT_TOOLTIP = (
@@ -64,192 +62,152 @@ _TTFT_TOOLTIP = (
 
 def paired_spec(
     documents: Rows, *, quotient: str, domain: Sequence[float], threshold: float | None
-) -> dict[str, Any]:
+) -> Chart:
     """Ratio and range per document, with lines at 1 and at ``threshold`` where it fits.
 
     ``quotient`` says in words which arm is over which.
     """
-    base = _chart(documents).encode(
-        x=_counted("doc:Q", "document"),
-        tooltip=[
-            alt.Tooltip("doc:Q", title="document"),
-            alt.Tooltip("ratio:Q", title=quotient, format=".3f"),
-            alt.Tooltip("low:Q", format=".3f"),
-            alt.Tooltip("high:Q", format=".3f"),
-            alt.Tooltip("n_blocks:Q", title="blocks"),
-        ],
-    )
     title = f"{quotient} (log)"
-    bars = base.mark_rule(color=TREATMENT_MARK.colour, strokeWidth=2)
-    points = base.mark_point(color=TREATMENT_MARK.colour, filled=True, size=50)
+    place = {
+        "x": _counted("doc:Q", "document"),
+        "tooltip": [
+            _of("doc:Q", "document"),
+            _of("ratio:Q", quotient, format=".3f"),
+            _of("low:Q", format=".3f"),
+            _of("high:Q", format=".3f"),
+            _of("n_blocks:Q", "blocks"),
+        ],
+    }
     levels = [(1.0, [1, 0])]
     if threshold is not None and domain[0] <= threshold <= domain[1]:
         levels.append((threshold, [5, 4]))
     lines = [
-        _chart([{"level": level}])
-        .mark_rule(color="currentColor", opacity=FADED, strokeDash=dash)
-        .encode(y=_log("level:Q", title, domain))
+        layer([{"level": level}], _rule(strokeDash=dash), y=_log("level:Q", title, domain))
         for level, dash in levels
     ]
-    layers = (
-        bars.encode(y=_log("low:Q", title, domain), y2="high:Q"),
-        points.encode(y=_log("ratio:Q", title, domain)),
-    )
-    return _spec(alt.layer(*lines, *layers), height=210)
+    bar = {"type": "rule", "color": TREATMENT_MARK.colour, "strokeWidth": 2}
+    point = {"type": "point", "color": TREATMENT_MARK.colour, "filled": True, "size": 50}
+    y = _log("low:Q", title, domain)
+    bars = {"mark": bar, "encoding": {**place, "y": y, "y2": {"field": "high"}}}
+    points = {"mark": point, "encoding": {**place, "y": _log("ratio:Q", title, domain)}}
+    return on_page({"data": {"values": documents}, "layer": [*lines, bars, points]}, height=210)
 
 
-def _counted(field: str, title: str) -> alt.X:
-    """An axis of whole numbers."""
-    scale = alt.Scale(zero=False, nice=False, padding=10)
-    return alt.X(field, title=title, scale=scale, axis=alt.Axis(tickMinStep=1, grid=False))
-
-
-def _log(field: str, title: str, domain: Sequence[float]) -> alt.Y:
-    scale = alt.Scale(type="log", domain=list(domain), nice=False)
-    axis = alt.Axis(format=",~g", values=log_ticks(*domain))
-    return alt.Y(field, title=title, scale=scale, axis=axis)
-
-
-def sources_spec(values: Rows, *, seqs: Sequence[int], legend: bool) -> dict[str, Any]:
+def sources_spec(values: Rows, *, seqs: Sequence[int], legend: bool) -> Chart:
     """Tokens by source, measured upwards and predicted downwards.
 
     ``values``: one bar each, with ``seq, where, source, kind, tokens, signed``. ``seqs``: the
-    requests that are drawn.
+    requests that are drawn; about eight have a label, however many there are.
     """
-    colour = alt.Color(
-        "source:N",
-        scale=alt.Scale(
-            domain=[source.word for source in SOURCES], range=[source.colour for source in SOURCES]
-        ),
-        legend=alt.Legend(orient="top", title=None) if legend else None,
-    )
-    y = alt.Y(
-        "signed:Q",
-        title="predicted · measured",
-        axis=alt.Axis(labelExpr="format(abs(datum.value), '~s')", tickCount=5),
-    )
-    bars = (
-        _chart(values)
-        .mark_bar()
-        .encode(
-            x=alt.X("seq:O", title="request of the session", axis=_sparse_axis(seqs)),
-            y=y,
-            color=colour,
-            tooltip=[
-                alt.Tooltip("where:N", title="request"),
-                alt.Tooltip("kind:N"),
-                alt.Tooltip("source:N"),
-                alt.Tooltip("tokens:Q", format=","),
-            ],
-        )
-    )
-    zero = _chart([{"zero": 0}]).mark_rule(color="currentColor", strokeWidth=1.5)
-    return _spec(bars + zero.encode(y=alt.Y("zero:Q")), height=140)
-
-
-def _sparse_axis(seqs: Sequence[int]) -> alt.Axis:
-    """About eight labels however many requests there are."""
     labelled = list(seqs[:: max(1, len(seqs) // 8)])
-    return alt.Axis(labelAngle=0, grid=False, values=labelled, ticks=False)
+    sparse = {"labelAngle": 0, "grid": False, "values": labelled, "ticks": False}
+    signed = {"labelExpr": "format(abs(datum.value), '~s')", "tickCount": 5}
+    colours = {source.word: source.colour for source in SOURCES}
+    bars = layer(
+        values,
+        {"type": "bar"},
+        x=_of("seq:O", "request of the session", axis=sparse),
+        y=_of("signed:Q", "predicted · measured", axis=signed),
+        color=_of("source:N", scale=_scale(colours), legend=_KEY if legend else None),
+        tooltip=[
+            _of("where:N", "request"),
+            _of("kind:N"),
+            _of("source:N"),
+            _of("tokens:Q", format=","),
+        ],
+    )
+    zero = {"type": "rule", "color": "currentColor", "strokeWidth": 1.5}
+    return on_page({"layer": [bars, layer([{"zero": 0}], zero, y=_of("zero:Q"))]}, height=140)
 
 
-def cliff_spec(curve: Cliff, *, arms: Mapping[str, Mark], legend: bool) -> dict[str, Any]:
+def cliff_spec(curve: Cliff, *, arms: Mapping[str, Mark], legend: bool) -> Chart:
     """Predicted shares as lines, measured ones as marks, this plan and the working set as rules."""
-    colour, shape = _arm_encoding(arms, legend)
-    x = alt.X(
-        "gpu_tokens:Q",
-        title="GPU tier, tokens",
-        axis=alt.Axis(format="~s", grid=False, tickCount=7),
-    )
-    y = alt.Y(
-        "share:Q",
-        title=f"{curve.pass_name}: share computed",
-        axis=alt.Axis(format=".0%", tickCount=5),
-        scale=alt.Scale(domain=[0, 1]),
-    )
-    tooltip = [
-        alt.Tooltip("arm:N"),
-        alt.Tooltip("gpu_tokens:Q", title="GPU tier, tokens", format=","),
-        alt.Tooltip("share:Q", title="computed", format=".2%"),
+    size = "GPU tier, tokens"
+    marks = _arm_encoding(arms, legend)
+    x = _of("gpu_tokens:Q", size, axis={"format": "~s", "grid": False, "tickCount": 7})
+    share = f"{curve.pass_name}: share computed"
+    axis = {"format": ".0%", "tickCount": 5}
+    place = {
+        "x": x,
+        "y": _of("share:Q", share, axis=axis, scale={"domain": [0, 1]}),
+        "tooltip": [
+            _of("arm:N"),
+            _of("gpu_tokens:Q", size, format=","),
+            _of("share:Q", "computed", format=".2%"),
+        ],
+    }
+    named = [
+        {"gpu_tokens": curve.gpu_tokens, "what": "this plan"},
+        {"gpu_tokens": curve.working_set_tokens, "what": "working set"},
     ]
-    lines = _chart(_marks(curve.points)).mark_line(strokeWidth=2)
-    points = _chart(_marks(curve.measured)).mark_point(filled=True, size=130, opacity=1)
-    return _spec(
-        alt.layer(
-            lines.encode(x=x, y=y, color=colour, tooltip=tooltip),
-            *_named_levels(curve, x),
-            points.encode(x=x, y=y, color=colour, shape=shape, tooltip=tooltip),
-        ),
-        height=240,
-    )
+    word = {"type": "text", "color": "currentColor", "align": "left", "dx": 4, "baseline": "top"}
+    line = {"type": "line", "strokeWidth": 2}
+    point = {"type": "point", "filled": True, "size": 130, "opacity": 1}
+    layers = [
+        layer(_shares(curve.points), line, **place, color=marks["color"]),
+        layer(named, _rule(strokeDash=[4, 4]), x=x),
+        layer(named, word | {"fontSize": FONT_SIZE}, x=x, y={"value": 4}, text=_of("what:N")),
+        layer(_shares(curve.measured), point, **place, **marks),
+    ]
+    return on_page({"layer": layers}, height=240)
 
 
-def _marks(points: Sequence[CliffPoint]) -> Rows:
+def _shares(points: Sequence[CliffPoint]) -> Rows:
     return [point.model_dump(exclude_unset=True) for point in points]
-
-
-def _named_levels(curve: Cliff, x: alt.X) -> list[Any]:
-    """Vertical lines with their names: this plan's GPU tier, and the working set."""
-    base = _chart(
-        [
-            {"gpu_tokens": curve.gpu_tokens, "what": "this plan"},
-            {"gpu_tokens": curve.working_set_tokens, "what": "working set"},
-        ]
-    )
-    rules = base.mark_rule(color="currentColor", strokeDash=[4, 4], opacity=FADED)
-    words = base.mark_text(
-        color="currentColor", align="left", dx=4, baseline="top", fontSize=FONT_SIZE
-    )
-    return [rules.encode(x=x), words.encode(x=x, y=alt.value(4), text="what:N")]
 
 
 def timeline_spec(
     spans: Rows, *, colours: Mapping[str, str], n_sessions: int, legend: bool
-) -> dict[str, Any]:
+) -> Chart:
     """One bar a phase, one line a session, on the wall clock in UTC."""
-    chart = (
-        _chart(spans)
-        .mark_bar(height={"band": 0.7})
-        .encode(
-            x=alt.X(
-                "began_unix_ms:T",
-                title="time (UTC)",
-                scale=alt.Scale(type="utc"),
-                axis=alt.Axis(format="%H:%M:%S", tickCount=5, labelOverlap=True),
-            ),
-            x2="ended_unix_ms",
-            y=alt.Y("session:N", title=None, sort=None),
-            color=alt.Color(
-                "phase:N",
-                scale=alt.Scale(domain=list(colours), range=list(colours.values())),
-                legend=alt.Legend(orient="top", title=None, columns=3) if legend else None,
-            ),
-            tooltip=[alt.Tooltip("session:N"), alt.Tooltip("phase:N")],
-        )
-    )
-    return _spec(chart, height=34 * n_sessions + 10)
-
-
-def _arm_encoding(arms: Mapping[str, Mark], legend: bool) -> tuple[alt.Color, alt.Shape]:
-    key = alt.Legend(orient="top", title=None) if legend else None
-    return (
-        alt.Color(
-            "arm:N",
-            scale=alt.Scale(domain=list(arms), range=[mark.colour for mark in arms.values()]),
-            legend=key,
+    clock = {"format": "%H:%M:%S", "tickCount": 5, "labelOverlap": True}
+    bars = layer(
+        spans,
+        {"type": "bar", "height": {"band": 0.7}},
+        x=_of("began_unix_ms:T", "time (UTC)", scale={"type": "utc"}, axis=clock),
+        x2={"field": "ended_unix_ms"},
+        y=_of("session:N", sort=None) | {"title": None},
+        color=_of(
+            "phase:N", scale=_scale(colours), legend=_KEY | {"columns": 3} if legend else None
         ),
-        alt.Shape(
-            "arm:N",
-            scale=alt.Scale(domain=list(arms), range=[mark.shape for mark in arms.values()]),
-            legend=key,
-        ),
+        tooltip=[_of("session:N"), _of("phase:N")],
     )
+    return on_page(bars, height=34 * n_sessions + 10)
 
 
-def _chart(values: Sequence[Mapping[str, Any]]) -> alt.Chart:
-    """A chart of ``values``, which stay inside its specification."""
-    return alt.Chart(alt.Data(values=list(values)))  # type: ignore[no-untyped-call]
+def _of(field: str, title: str | None = None, **more: Any) -> Chart:
+    """What a channel shows: a field with its kind, as ``share:Q``."""
+    name, _, kind = field.partition(":")
+    titled = {} if title is None else {"title": title}
+    return {"field": name, "type": _KINDS[kind], **titled, **more}
 
 
-def _spec(chart: Any, *, height: int) -> dict[str, Any]:
-    return on_page(chart.to_dict(validate=False), height=height)
+def _counted(field: str, title: str) -> Chart:
+    """An axis of whole numbers."""
+    scale = {"zero": False, "nice": False, "padding": 10}
+    return _of(field, title, scale=scale, axis={"tickMinStep": 1, "grid": False})
+
+
+def _log(field: str, title: str, domain: Sequence[float]) -> Chart:
+    scale = {"type": "log", "domain": list(domain), "nice": False}
+    return _of(field, title, scale=scale, axis={"format": ",~g", "values": log_ticks(*domain)})
+
+
+def _scale(colours: Mapping[str, str]) -> Chart:
+    return {"domain": list(colours), "range": list(colours.values())}
+
+
+def _rule(**style: Any) -> Chart:
+    """A line that is no data."""
+    return {"type": "rule", "color": "currentColor", "opacity": FADED, **style}
+
+
+def _arm_encoding(arms: Mapping[str, Mark], legend: bool) -> dict[str, Chart]:
+    """Channels ``color`` and ``shape``."""
+    key = _KEY if legend else None
+    colours = _scale({arm: mark.colour for arm, mark in arms.items()})
+    shapes = _scale({arm: mark.shape for arm, mark in arms.items()})
+    return {
+        "color": _of("arm:N", scale=colours, legend=key),
+        "shape": _of("arm:N", scale=shapes, legend=key),
+    }

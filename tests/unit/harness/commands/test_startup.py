@@ -18,7 +18,7 @@ try:
 finally:
     print(json.dumps(sorted(set(costly) & set(sys.modules))), file=sys.stderr)
 """
-COSTLY = "altair httpx jinja2 numpy pandas prometheus_client pyarrow safetensors scipy vl_convert"
+COSTLY = "httpx jinja2 numpy pandas prometheus_client pyarrow safetensors scipy vl_convert"
 
 
 def imported_by(*words: str, cache: Path, costly: str = COSTLY) -> list[str]:
