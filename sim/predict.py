@@ -73,11 +73,13 @@ class Predictor:
         *,
         output_ids: Sequence[int] | None = None,
         stopped: bool = False,
+        ticks: Sequence[int] | None = None,
     ) -> Prediction:
         """Serve ``prompt`` to its last of ``output_tokens`` tokens and let the server settle.
 
         ``output_ids`` are the generated ids, when a later prompt repeats them; None means they
         never recur. ``stopped``: a stop token ended it before its max_tokens, not their number.
+        ``ticks``: those of the host tier's timer while it is computed (``HostRequest``).
         Raises SpecError for a request the server could not serve and NotPredictable for one whose
         end is a matter of timing; neither changes anything.
         """
@@ -89,10 +91,16 @@ class Predictor:
         keys = self._keys.of(known)
         own = self._chunk_keys
         chunks = self._block_chunks(keys, len(prompt)) if own is None else own.of(prompt)
-        return self._serve(keys, chunks, len(prompt), output_tokens, n_blocks)
+        return self._serve(keys, chunks, (len(prompt), output_tokens, n_blocks), ticks)
 
     def request_named(
-        self, keys: Sequence[int], n_prompt: int, output_tokens: int, *, chunks: Sequence[int] = ()
+        self,
+        keys: Sequence[int],
+        n_prompt: int,
+        output_tokens: int,
+        *,
+        chunks: Sequence[int] = (),
+        ticks: Sequence[int] | None = None,
     ) -> Prediction:
         """As ``request``, for a prompt of ``n_prompt`` tokens whose leading blocks have ``keys``.
 
@@ -110,17 +118,20 @@ class Predictor:
         else:
             n_own = n_prompt // self.tiers.chunk_tokens - len(chunks)
             chunks = [*chunks, *(own.fresh() for _ in range(n_own))]
-        return self._serve(named, chunks, n_prompt, output_tokens, n_blocks)
+        return self._serve(named, chunks, (n_prompt, output_tokens, n_blocks), ticks)
 
     def _serve(
         self,
         keys: Sequence[int],
         chunks: Sequence[int],
-        n_prompt: int,
-        output_tokens: int,
-        n_blocks: int,
+        sizes: tuple[int, int, int],
+        ticks: Sequence[int] | None,
     ) -> Prediction:
-        """Serve a request of ``n_blocks`` blocks; ``keys`` are those of its full ones, if known."""
+        """Serve a request of ``sizes``: prompt tokens, output tokens, blocks at its end.
+
+        ``keys`` are those of its full blocks, as far as they are known.
+        """
+        n_prompt, output_tokens, n_blocks = sizes
         block_size = self.tiers.block_size
         hit_blocks = self.gpu.longest_hit(keys[: reusable_blocks(n_prompt, block_size)])
         seen_by_host = HostRequest(
@@ -128,6 +139,7 @@ class Predictor:
             chunks,
             len(hit_blocks) * block_size,
             self.tiers.max_num_batched_tokens,
+            ticks,
         )
         if self.host is not None:
             self.host.check(seen_by_host)

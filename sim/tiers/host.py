@@ -19,6 +19,10 @@ class NotPredictable(SpecError):  # noqa: N818 - a verdict on a request, not an 
     """The server can do this, but not in a way that is the same every time; says why."""
 
 
+class TicksMatter(NotPredictable):
+    """It depends on when a host tier's timer ticks during the request, which nobody can say."""
+
+
 def align_up(n_bytes: int) -> int:
     """``n_bytes`` rounded up to LMCache's allocation unit."""
     return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
@@ -30,13 +34,15 @@ class HostRequest:
 
     ``chunks``: a key per full chunk of the prompt, in order. ``gpu_hit``: prompt tokens the GPU
     holds, whole blocks. ``step_tokens``: the most tokens one prefill step computes
-    (``max_num_batched_tokens``).
+    (``max_num_batched_tokens``). ``ticks``: how often the timer of a host that has one ticks after
+    each step and before the next, the last number for all that follow; None: nobody knows.
     """
 
     n_prompt: int
     chunks: Sequence[int]
     gpu_hit: int
     step_tokens: int
+    ticks: Sequence[int] | None = None
 
     def prefill_ends(self, loaded: int) -> Iterator[tuple[int, int]]:
         """(tokens computed, prompt tokens done) after each prefill step, ``loaded`` from the host.

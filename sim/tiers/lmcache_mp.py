@@ -6,8 +6,9 @@ Everything assumes quiescence: eviction ticks have run until the store is below 
 before the next request arrives. ``tests/live/test_tiers_match_lmcache.py`` drives the real server.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice, pairwise
 from typing import get_args
 
 from sim.errors import SpecError
@@ -16,6 +17,7 @@ from sim.tiers.host import (
     HostRequest,
     HostShare,
     NotPredictable,
+    TicksMatter,
     align_up,
     leading,
     lmcache_load,
@@ -67,39 +69,52 @@ class HostChunks(HostCache):
         return leading(keys, self._chunks)
 
     def check(self, request: HostRequest) -> None:
-        """Raise NotPredictable for several prefill steps during which the store may change.
+        """Raise TicksMatter for several prefill steps where it matters when a tick comes.
 
-        One STORE a step: with an eviction tick between two of them, or room for one but not the
-        other, what is kept depends on timing.
+        Ticks do nothing below the watermark. Above it, one between two STOREs changes what the
+        next one finds; one behind the last, while END_SESSION has yet to touch the prompt, matters
+        where it reaches chunks of the prompt itself. A prompt of one step is taken to end at once.
         """
-        hit = self.longest_hit(request.chunks)
-        loaded = lmcache_load(request, hit, self._chunk_tokens).loaded_tokens
-        n_steps = sum(1 for _ in request.prefill_ends(loaded))
-        if n_steps == 1:
+        hit, _, batches = self.plan(request, self._chunks)
+        if request.ticks is not None or len(batches) == 1:
             return
-        after = len(self._chunks) + sum(key not in self._chunks for key in request.chunks[hit:])
-        # A store of 0 chunks has no usage: it keeps nothing and evicts nothing.
-        usage = after * self._unit / self._total if self._total else 0.0
-        if self.capacity and (after > self.capacity or (self._evicts and usage >= self._watermark)):
-            raise NotPredictable(
-                f"a prompt of {request.n_prompt} tokens is computed in {n_steps} steps of at most "
-                f"{request.step_tokens} tokens (max_num_batched_tokens) while the host tier would "
-                f"come to {after} of {self.capacity} chunks: its eviction timer can fall between "
-                "the steps"
-            )
+        n = len(self._chunks)
+        for step, batch in enumerate(batches):
+            n_new = sum(key not in self._chunks for key in batch)
+            if step and n_new and self.is_above(n):
+                raise self._timing(request, n)
+            n += n_new if n_new <= self.capacity - n else 0
+        if self.is_above(n) and not self._takes_others(request.chunks, hit, n):
+            raise self._timing(request, n)
 
     def serve(self, request: HostRequest) -> HostShare:
-        """Lookup, load, store, end of session, and ticks until settled.
+        """Lookup, load, a STORE a prefill step, end of session, and ticks until settled.
 
         Stored from the host's own hit on, so chunks only the GPU still had are written again
         (``GetStoreMetadata``). Every touch is in reverse, so that a prompt's tail goes before its
-        head; the last one, END_SESSION's, covers all its chunks and alone decides the order.
+        head: the hit's at the lookup, each batch's when it is written, and END_SESSION's of all.
         """
-        hit = self.longest_hit(request.chunks)
-        stored = self.store(request.chunks[hit:])
+        hit, share, batches = self.plan(request, self._chunks)
+        self.touch(request.chunks[:hit])
+        stored = 0
+        for step, batch in enumerate(batches):
+            stored += self.store(batch)
+            if request.ticks:
+                self.tick(request.ticks[min(step, len(request.ticks) - 1)])
         self.touch(request.chunks)
         self.settle()
-        return replace(lmcache_load(request, hit, self._chunk_tokens), stored_chunks=stored)
+        return replace(share, stored_chunks=stored)
+
+    def plan(
+        self, request: HostRequest, resident: Container[int]
+    ) -> tuple[int, HostShare, list[Sequence[int]]]:
+        """(chunks hit, the load, what each prefill step stores) with ``resident`` chunks."""
+        hit = leading(request.chunks, resident)
+        share = lmcache_load(request, hit, self._chunk_tokens)
+        ends = [hit]
+        for _, done in request.prefill_ends(share.loaded_tokens):
+            ends.append(max(hit, done // self._chunk_tokens))
+        return hit, share, [request.chunks[a:b] for a, b in pairwise(ends)]
 
     def store(self, keys: Iterable[int]) -> int:
         """Write those of ``keys`` that are not resident; returns how many were written.
@@ -110,24 +125,57 @@ class HostChunks(HostCache):
         missing = [key for key in keys if key not in self._chunks]
         if len(missing) > self.capacity - len(self._chunks):
             return 0
-        for key in missing:
+        for key in reversed(missing):
             self._chunks[key] = None
         return len(missing)
 
     def settle(self) -> int:
-        """Run eviction ticks until usage is below the watermark; returns the chunks evicted.
+        """Ticks until usage is below the watermark; returns the chunks evicted.
 
-        One tick drops int(objects * ratio), at least 1, from the least recent end
-        (``LRUEvictionPolicy.get_eviction_actions``). LMCache ticks once a second; a settled
-        server has had all the ticks it needs.
+        LMCache ticks once a second; a settled server has had all the ticks it needs.
+        """
+        return self.tick(len(self._chunks))
+
+    def tick(self, times: int = 1) -> int:
+        """The eviction loop ``times`` over; returns the chunks evicted.
+
+        At or above the watermark it drops int(objects * ratio), at least 1, from the least recent
+        end (``LRUEvictionPolicy.get_eviction_actions``).
         """
         before = len(self._chunks)
-        while self._evicts and self._chunks and self.usage >= self._watermark:
-            for _ in range(max(1, int(len(self._chunks) * self._evict_ratio))):
+        while times and self.is_above(len(self._chunks)):
+            for _ in range(self.n_evicted(len(self._chunks))):
                 self._chunks.popitem(last=False)
+            times -= 1
         gone = before - len(self._chunks)
         self.evicted += gone
         return gone
+
+    def is_above(self, n_chunks: int) -> bool:
+        """Whether a tick evicts from a store of ``n_chunks``; a store of no size has no usage."""
+        usage = n_chunks * self._unit / self._total if self._total else 0.0
+        return self._evicts and n_chunks > 0 and usage >= self._watermark
+
+    def n_evicted(self, n_chunks: int) -> int:
+        """Chunks that a tick drops of ``n_chunks``."""
+        return max(1, int(n_chunks * self._evict_ratio))
+
+    def _takes_others(self, prompt: Sequence[int], hit: int, n_chunks: int) -> bool:
+        """Whether settling from ``n_chunks`` leaves alone what ``prompt`` has, touched or not."""
+        n_gone = 0
+        while self.is_above(n_chunks - n_gone):
+            n_gone += self.n_evicted(n_chunks - n_gone)
+        touched = set(prompt[:hit])
+        oldest = list(islice((key for key in self._chunks if key not in touched), n_gone))
+        return len(oldest) == n_gone and set(prompt).isdisjoint(oldest)
+
+    def _timing(self, request: HostRequest, n_chunks: int) -> TicksMatter:
+        return TicksMatter(
+            f"a prompt of {request.n_prompt} tokens, computed in steps of at most "
+            f"{request.step_tokens} (max_num_batched_tokens), brings the host tier to {n_chunks} of "
+            f"{self.capacity} chunks before it has ended: what is then kept depends on when the "
+            "eviction timer ticks"
+        )
 
 
 def _usage_scale(

@@ -16,7 +16,8 @@ Driver = Callable[[Case], Generator[Outcome, None, None]]
 class Tally:
     """What a run of workloads covered; a comparison of misses alone would prove nothing.
 
-    ``refused``: requests ``sim`` called NotPredictable; neither side served them.
+    ``in_steps``: computed in several prefill steps. ``refused``: requests ``sim`` called
+    NotPredictable; neither side served them.
     """
 
     workloads: int = 0
@@ -24,6 +25,7 @@ class Tally:
     with_gpu_hit: int = 0
     with_host_load: int = 0
     mixed: int = 0
+    in_steps: int = 0
     evictions: int = 0
     refused: int = 0
     seconds: float = 0.0
@@ -56,7 +58,11 @@ def by_sim(case: Case) -> Served:
     for step in case.steps:
         try:
             said = predictor.request(
-                step.prompt, len(step.outputs), output_ids=step.outputs, stopped=step.stopped
+                step.prompt,
+                len(step.outputs),
+                output_ids=step.outputs,
+                stopped=step.stopped,
+                ticks=step.ticks if step.are_told else None,
             )
         except NotPredictable:
             continue
@@ -124,6 +130,7 @@ def difference(case: Case, real: Driver, tally: Tally | None = None) -> str | No
             tally.requests += 1
             tally.with_gpu_hit += ours.gpu_hit > 0
             tally.with_host_load += ours.host_loaded > 0
+            tally.in_steps += ours.computed > case.tiers.max_num_batched_tokens
             tally.mixed += ours.gpu_hit > 0 and ours.host_loaded > 0
     theirs.close()  # the engine ends now, not when the garbage is collected
     if tally is not None:

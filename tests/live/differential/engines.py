@@ -112,12 +112,17 @@ class _OnePass:
         """The server's close asks for it."""
 
 
+def tick(controller: Any) -> None:
+    """The body of LMCache's eviction thread, once."""
+    controller._stop_flag = _OnePass()
+    controller.eviction_loop()
+
+
 def tick_until_settled(controller: Any, l1: Any, *, policy: str, watermark: float) -> None:
-    """The body of LMCache's eviction thread, as often as a settled server would have run it."""
+    """The same as often as a settled server would have run it."""
     used, total = l1.get_memory_usage()
     while policy == "LRU" and used and used / total >= watermark:
-        controller._stop_flag = _OnePass()
-        controller.eviction_loop()
+        tick(controller)
         used, total = l1.get_memory_usage()
 
 

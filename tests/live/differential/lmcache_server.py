@@ -2,22 +2,25 @@
 
 Scheduler half and worker half of ``LMCacheMPConnector`` talk over zmq to a cache server that runs
 in this process, on 127.0.0.1. Only its clock is played: the eviction thread is not started, and
-the body of its loop runs between two requests, as often as a settled server would have run it.
+the body of its loop runs where a step's ``ticks`` say, once what the step stores is stored, and
+between two requests as often as a settled server would have run it.
 """
 
 import contextlib
 import socket
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
 
 from tests.live.differential.engines import (
     lmcache_storage,
     quietly,
+    tick,
     tick_until_settled,
     vllm_scheduling,
 )
@@ -82,26 +85,26 @@ class CacheServer:
         self.controller = self.cache.storage_manager._eviction_controllers[0]
         self.l1: Any = self.controller._l1_manager
 
-    def settle(self) -> int:
-        """Wait until nothing is in flight, then tick until a tick would do nothing.
-
-        Returns the chunks resident before the ticks.
-        """
-        deadline = time.monotonic() + SETTLED_S
-        while not self._is_at_rest():
-            assert time.monotonic() < deadline, f"never at rest: {self.cache.report_status()}"
-            time.sleep(0.0005)
-        resident = int(self.l1.report_status()["total_object_count"])
+    def settle(self) -> None:
+        """Tick until a tick would do nothing."""
         tiers = self.case.tiers
         tick_until_settled(self.controller, self.l1, policy=tiers.policy, watermark=tiers.watermark)
-        return resident
 
-    def _is_at_rest(self) -> bool:
+    def resident(self) -> int:
+        """Chunks it holds, once nothing is being written or read."""
         locked = ("write_locked_count", "read_locked_count", "staging_object_count")
-        status = self.l1.report_status()
-        return not any(status[name] for name in locked) and (
-            self.cache.report_status()["active_sessions"] == 0
-        )
+        deadline = time.monotonic() + SETTLED_S
+        while any((status := self.l1.report_status())[name] for name in locked):
+            assert time.monotonic() < deadline, f"never at rest: {self.cache.report_status()}"
+            time.sleep(0.0005)
+        return int(status["total_object_count"])
+
+    def wait_for_sessions(self) -> None:
+        """Wait until every request has ended here, too."""
+        deadline = time.monotonic() + SETTLED_S
+        while self.cache.report_status()["active_sessions"]:
+            assert time.monotonic() < deadline, f"sessions stay: {self.cache.report_status()}"
+            time.sleep(0.0005)
 
     def close(self) -> None:
         """End its threads and sockets."""
@@ -129,6 +132,9 @@ class ServerWorker:
         self._names: dict[bytes, int] = {}
         self._n_resident = 0
         self._n_stored = 0
+        self._request: Any = None
+        self._is_first = self._are_told = True
+        self._ticks: Iterator[int] = iter(())
 
     def run(self, scheduled: Any) -> Any:
         """One step, in the order of vLLM's ``KVConnectorModelRunnerMixin``."""
@@ -139,6 +145,7 @@ class ServerWorker:
         connector.bind_connector_metadata(scheduled.kv_connector_metadata)
         connector.start_load_kv(None)
         connector.wait_for_save()
+        self._tick(self._ticks_after(scheduled))
         moved = connector.get_transfer_results(scheduled.finished_req_ids)
         failed = connector.get_block_ids_with_load_errors()
         assert not failed, f"LMCache could not load what its lookup found: blocks {failed}"
@@ -149,10 +156,32 @@ class ServerWorker:
             failed_recving=moved.failed_recving,
         )
 
+    def _ticks_after(self, scheduled: Any) -> int:
+        """Ticks after a prefill step; of the only one of a prompt, if ``sim`` is told of them."""
+        n_new, done = scheduled.total_num_scheduled_tokens, self._request.num_computed_tokens
+        if not n_new or done - n_new >= self._request.num_prompt_tokens:
+            return 0
+        is_first, self._is_first = self._is_first, False
+        is_only = is_first and done >= self._request.num_prompt_tokens
+        return 0 if is_only and not self._are_told else next(self._ticks)
+
+    def _tick(self, times: int) -> None:
+        """Once this step's chunks are stored, the server's clock; what is new was stored now."""
+        if not times:
+            return
+        for stored in self._connector.worker_adapter.store_futures.values():
+            assert stored.wait(SETTLED_S), "a store never ended"
+        self._n_stored += self._server.resident() - self._n_resident
+        for _ in range(times):
+            tick(self._server.controller)
+        self._n_resident = self._server.resident()
+
     def settle(self) -> None:
-        """Wait for the server; what is new before its ticks was stored by this request."""
-        self._n_stored += self._server.settle() - self._n_resident
-        self._n_resident = int(self._server.l1.report_status()["total_object_count"])
+        """Wait for the server and settle it; what is new before that was stored by this request."""
+        self._server.wait_for_sessions()
+        self._n_stored += self._server.resident() - self._n_resident
+        self._server.settle()
+        self._n_resident = self._server.resident()
 
     def chunks(self) -> tuple[int, ...]:
         """Names by recency; the noop policy keeps none, so then in the order of their numbers."""
@@ -167,7 +196,8 @@ class ServerWorker:
 
     def name(self, request: Any, step: Step) -> None:
         """Learn the names of the chunks of ``step`` by the server's own hasher."""
-        del request
+        self._request, self._is_first, self._are_told = request, True, step.are_told
+        self._ticks = chain(step.ticks, repeat(step.ticks[-1]))
         hashes = self._hasher.compute_chunk_hashes(list(step.prompt))
         self._names.update(zip(hashes, self._prefixes.of(step.prompt), strict=True))
 

@@ -33,13 +33,17 @@ class Step:
     """One request; ``stopped`` when its last output id is ``STOP_ID`` before its max_tokens.
 
     ``external_blocks``: blocks beyond the local hit that a connector loads, where the driver plays
-    the connector itself.
+    the connector itself. ``ticks``: of the host tier's timer after each prefill step, the last
+    number for all that follow. ``are_told``: whether ``sim`` knows them; otherwise it must refuse
+    where they matter.
     """
 
     prompt: tuple[int, ...]
     outputs: tuple[int, ...]
     stopped: bool = False
     external_blocks: int = 0
+    ticks: tuple[int, ...] = (0,)
+    are_told: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,18 @@ def random_case(seed: int, host: HostKind = "none", **changes: object) -> Case:
         if stopped:
             outputs[-1] = STOP_ID
         steps.append(Step(prompt, tuple(outputs), stopped, rng.choice([0, 0, 1, 99])))
+        if host == "lmcache-mp":
+            steps[-1] = _with_ticks(rng, steps[-1], len(prompt) <= tiers.max_num_batched_tokens)
         history.append(rng.choice([prompt, prompt + tuple(outputs)]))
     return Case(seed, tiers, tuple(steps))
+
+
+def _with_ticks(rng: random.Random, step: Step, is_one_step: bool) -> Step:
+    """``step`` with ticks between its prefill steps: none, as many as do anything, or any."""
+    if is_one_step:
+        return step
+    ticks = rng.choice([(0,), (99,), tuple(rng.randrange(3) for _ in range(12))])
+    return replace(step, ticks=ticks, are_told=rng.random() < 0.7)
 
 
 def _prompt(
@@ -159,8 +173,7 @@ def _tiers(rng: random.Random, host: HostKind) -> TierSpec:
     chunk_bytes = chunk_tokens * BYTES_PER_TOKEN
     return replace(
         tiers,
-        # Mostly one step: several are exact only while nothing can be evicted.
-        max_num_batched_tokens=rng.choice([10**6, 10**6, 10**6, steps_of]),
+        max_num_batched_tokens=rng.choice([10**6, steps_of, steps_of]),
         watermark=rng.choice([0.5, 0.8, 0.8, 0.95, 1.0]),
         evict_ratio=rng.choice([0.01, 0.2, 0.2, 0.5, 1.0]),
         policy=rng.choice(["LRU", "LRU", "LRU", "noop"]),

@@ -259,14 +259,27 @@ def test_a_host_tier_of_zero_chunks_predicts_what_no_host_tier_does():
 # --- refusals
 
 
-def test_several_prefill_steps_beside_a_host_that_may_evict_are_refused_with_the_numbers():
-    # 3 chunks of 4 make 0.75; a fourth would reach the watermark of 0.8 between two steps.
+def test_several_prefill_steps_that_a_tick_may_fall_between_are_refused_with_the_numbers():
+    # 5 chunks of 8 tokens; steps of 16 bring 2 and 4 of them: 0.8 is reached with a fifth to come.
+    server = Predictor(replace(TIERS, max_num_batched_tokens=16, host_chunks=5))
+    before = server.gpu.free_order()
+    with pytest.raises(
+        NotPredictable, match=r"of 41 tokens, computed in steps of at most 16 .*to 4 of 5 chunks"
+    ):
+        server.request(doc(1, 41), 4)
+    assert (server.gpu.free_order(), server.resident_chunks) == (before, 0)
+    # Whoever knows the ticks is told: none, and the fifth chunk is kept until the session has ended.
+    assert chunks(server.request(doc(1, 41), 4, ticks=(0,))) == (0, 0, 5)
+    assert server.resident_chunks == 3
+
+
+def test_several_prefill_steps_that_reach_the_watermark_with_the_last_are_predicted():
+    # 2 of 4 chunks, and 2 more with the first step of two: the tick takes the other prompt's.
     server = Predictor(replace(TIERS, max_num_batched_tokens=16, host_chunks=4))
     server.request(doc(1, 16), 4)
-    with pytest.raises(
-        NotPredictable, match=r"17 tokens is computed in 2 steps of at most 16.*4 of"
-    ):
-        server.request(doc(2, 17), 4)
+    prediction = server.request(doc(2, 17), 4)
+    assert (sources(prediction), chunks(prediction)) == ((17, 0, 0), (0, 0, 2))
+    assert (server.resident_chunks, server.evicted_chunks) == (3, 1)
 
 
 def test_several_prefill_steps_beside_a_host_that_cannot_evict_are_predicted():
@@ -275,13 +288,11 @@ def test_several_prefill_steps_beside_a_host_that_cannot_evict_are_predicted():
     assert chunks(server.request(doc(1, 40), 4)) == (2, 0, 3)
 
 
-def test_several_prefill_steps_into_a_full_store_without_eviction_are_refused():
-    # One STORE a step, each all or nothing: which of them fits depends on their order.
+def test_several_prefill_steps_fill_a_store_without_eviction_as_far_as_they_fit():
     server = Predictor(
         replace(TIERS, max_num_batched_tokens=8, host_chunks=2, policy="noop", watermark=1.0)
     )
-    with pytest.raises(NotPredictable, match="3 of 2 chunks"):
-        server.request(doc(1, 24), 1)
+    assert chunks(server.request(doc(1, 24), 1)) == (0, 0, 2)
 
 
 def test_several_prefill_steps_change_nothing_on_the_gpu():

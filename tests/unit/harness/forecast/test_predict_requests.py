@@ -254,7 +254,7 @@ def test_a_prompt_of_several_prefill_steps_across_the_watermark_is_not_predicted
         "max_batched_tokens": 16,
     }  # fmt: skip
     [row] = rows(spec, {"prompt": [1] * 32, "output_len": 1})
-    assert "2 steps" in row["not_predictable"]
+    assert "4 of 5 chunks" in row["not_predictable"]
 
 
 def test_rows_come_as_lines_come_and_no_line_is_read_ahead():
