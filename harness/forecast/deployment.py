@@ -4,13 +4,15 @@ For set-ups met in the wild, "no gain, 0 hits": the model, vLLM's own log line a
 shape are enough. Nothing is started and no plan is needed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 from typing import Any
 
 from harness.errors import InputError
+from harness.forecast.deployment_bounds import Bounds, whatever_is_kept, whenever_it_ticks
 from harness.forecast.deployment_file import REQUEST_IN_BLOCKS, Deployment
 from harness.forecast.deployment_text import sentences
 from harness.forecast.edges import host_edge_of, is_affordable, least_from
@@ -20,8 +22,9 @@ from sim.geometry import find_model
 from sim.layout import KvGroup, KvLayout
 from sim.predict import NotPredictable, Predictor, TierSpec
 from sim.split import TokenSplit
-from sim.tiers.host import HostRequest, align_up
-from sim.tiers.registry import with_host
+from sim.tiers.host import HostRequest, TicksMatter, align_up
+from sim.tiers.lmcache_mp import HostChunks
+from sim.tiers.registry import open_host, with_host
 from sim.tiers.spec import engine_note
 from sim.units import GIB
 from sim.workload import pass_name
@@ -49,7 +52,7 @@ def describe(deployment: Deployment) -> dict[str, Any]:
     ``predicted`` has prompt tokens by pass and source, ``predicted_with_enough_host`` those beside
     a host tier of ``host_chunks``.
     ``inexact_because`` is empty where the prediction is exact to the token for one request at a
-    time. Raises InputError for a model or sizes no server could have.
+    time; otherwise ``computed_bounds`` has the least and the most tokens computed, by pass. Raises InputError for a model or sizes no server could have.
     """
     try:
         content = _predicted(deployment)
@@ -68,6 +71,8 @@ def _predicted(deployment: Deployment) -> dict[str, Any]:
     host = sizes["host"]
     enough = _enough_host(deployment)
     chunks = enough.chunks
+    tiers = _tiers(deployment, host["chunks"], chunk_bytes=host["chunk_bytes"])
+    predicted, inexact, bounds = _as_configured(deployment, tiers, inexact)
     better = advised = None
     if chunks is not None:
         better = _tokens_by_pass(deployment, _tiers(deployment, chunks))
@@ -85,12 +90,42 @@ def _predicted(deployment: Deployment) -> dict[str, Any]:
             "host_is_steady": enough.is_steady,
             "advised_gib": advised,
         },
-        "predicted": _tokens_by_pass(
-            deployment, _tiers(deployment, host["chunks"], chunk_bytes=host["chunk_bytes"])
-        ),
+        "predicted": predicted,
         "predicted_with_enough_host": better,
         "inexact_because": inexact,
+        "computed_bounds": bounds,
     }
+
+
+def _as_configured(
+    deployment: Deployment, tiers: TierSpec, inexact: list[str]
+) -> tuple[Passes, list[str], Bounds | None]:
+    """Tokens beside the host configured, why they are not exact, and then their bounds."""
+    d = deployment
+    try:
+        predicted = _tokens_by_pass(d, tiers)
+        if not inexact:
+            return predicted, [], None
+    except TicksMatter:
+        predicted = _tokens_by_pass(d, tiers, ticks=(0,))
+    asked = list(zip((name for name, _ in _requests(d)), _host_requests(d), strict=True))
+    in_chunks = 0 if d.host == "none" else d.document_tokens // d.chunk_tokens * d.chunk_tokens
+    if inexact:
+        most = max(in_chunks, d.document_blocks * d.block_size)
+        return predicted, inexact, whatever_is_kept(asked, most, is_gpu_known=False)
+    host = open_host(tiers)
+    assert isinstance(host, HostChunks), "no other tier has a timer"
+    bounds = whenever_it_ticks(asked, host)
+    if bounds is None:
+        bounds = whatever_is_kept(asked, in_chunks, is_gpu_known=True)
+    if all(least == most for least, most in bounds.values()):
+        return predicted, [], None
+    why = (
+        f"prompts of {d.prompt_tokens:,} tokens take several prefill steps of "
+        f"{d.max_num_batched_tokens:,}, and the host tier's eviction timer, which may tick between "
+        "two of them, is taken not to"
+    )
+    return predicted, [why], bounds
 
 
 def _only_group(deployment: Deployment) -> tuple[KvGroup, list[str]]:
@@ -113,11 +148,6 @@ def _only_group(deployment: Deployment) -> tuple[KvGroup, list[str]]:
         inexact.append(note)
     if deployment.tensor_parallel > 1:
         inexact.append("more than one tensor-parallel worker was never compared with the engines")
-    if deployment.prompt_tokens > deployment.max_num_batched_tokens and deployment.host != "none":
-        inexact.append(
-            f"prompts of {deployment.prompt_tokens:,} tokens take several prefill steps of "
-            f"{deployment.max_num_batched_tokens:,}; predicted as if in one"
-        )
     return layout.groups[0], inexact
 
 
@@ -226,7 +256,7 @@ def _tiers(deployment: Deployment, host_chunks: int, *, chunk_bytes: int | None 
         engine=deployment.engine,
         block_size=deployment.block_size,
         num_gpu_blocks=deployment.gpu_kv_tokens // deployment.block_size,
-        max_num_batched_tokens=max(deployment.prompt_tokens, deployment.max_num_batched_tokens),
+        max_num_batched_tokens=deployment.max_num_batched_tokens,
     )
     return with_host(
         gpu_only,
@@ -238,24 +268,34 @@ def _tiers(deployment: Deployment, host_chunks: int, *, chunk_bytes: int | None 
     )
 
 
-def _tokens_by_pass(deployment: Deployment, tiers: TierSpec) -> Passes:
-    """Prompt tokens by pass and source."""
+def _tokens_by_pass(
+    deployment: Deployment, tiers: TierSpec, ticks: Sequence[int] | None = None
+) -> Passes:
+    """Prompt tokens by pass and source; ``ticks``: of the host's timer (``HostRequest``)."""
     predictor = Predictor(tiers)
     passes: Passes = {}
     for name, document in _requests(deployment):
-        split = _split_of(predictor, deployment, document)
+        split = _split_of(predictor, deployment, document, ticks)
         sums = passes.setdefault(name, {"computed": 0, "gpu_hit": 0, "host_loaded": 0})
         for source in sums:
             sums[source] += getattr(split, source)
     return passes
 
 
-def _split_of(predictor: Predictor, deployment: Deployment, document: int) -> TokenSplit:
+def _split_of(
+    predictor: Predictor,
+    deployment: Deployment,
+    document: int,
+    ticks: Sequence[int] | None = None,
+) -> TokenSplit:
     """One request: the document's whole blocks have names, all others never come again."""
     d = deployment
     names = _keys_of(document, d.document_blocks)
     chunks = _keys_of(document, d.document_tokens // d.chunk_tokens)
-    return predictor.request_named(names, d.prompt_tokens, d.output_tokens, chunks=chunks).split
+    served = predictor.request_named(
+        names, d.prompt_tokens, d.output_tokens, chunks=chunks, ticks=ticks
+    )
+    return served.split
 
 
 def _keys_of(document: int, n: int) -> range:
@@ -282,8 +322,9 @@ def _advised_gib(deployment: Deployment, enough: _Enough, best: Passes, chunk_by
     gib = _gib_in_tenths(enough.chunks * chunk_bytes)
     d = deployment.model_copy(update={"host_gib": gib})
     tiers = _tiers(d, int(gib * GIB) // chunk_bytes, chunk_bytes=chunk_bytes)
-    if enough.is_steady and _tokens_by_pass(d, tiers) == best:
-        return gib
+    with suppress(TicksMatter):
+        if enough.is_steady and _tokens_by_pass(d, tiers) == best:
+            return gib
     return max(gib, _gib_in_tenths(_endless_chunks(d) * chunk_bytes))
 
 

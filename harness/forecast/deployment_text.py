@@ -36,7 +36,12 @@ def sentences(deployment: "Deployment", content: dict[str, Any]) -> Iterator[str
     )
     yield _verdict(deployment, content, served)
     if content["inexact_because"]:
-        yield "Not exact to the token: " + "; ".join(content["inexact_because"]) + "."
+        bounds = list(content["computed_bounds"].values())[1:]
+        least, most = (sum(ends) for ends in zip(*bounds, strict=True))
+        yield (
+            f"Not exact to the token: {'; '.join(content['inexact_because'])}. At least {least:,} and "
+            f"at most {most:,} tokens of the replays are computed."
+        )
 
 
 def _verdict(deployment: "Deployment", content: dict[str, Any], served: dict[str, int]) -> str:

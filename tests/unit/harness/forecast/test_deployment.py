@@ -134,8 +134,11 @@ def test_without_eviction_enough_is_the_first_walks_chunks(told):
     # 20 prompts of 19 whole chunks: whatever later questions would add finds no room, and need not.
     assert told(host_gib=1.0, policy="noop")["enough"]["host_chunks"] == 20 * 19
     # 10,000 tokens are 39 chunks, 20 of the question alone; a prompt is stored whole or not at all.
-    long = told(host_gib=1.0, policy="noop", **LONG_QUESTIONS)
+    long = told(host_gib=1.0, policy="noop", max_num_batched_tokens=16_384, **LONG_QUESTIONS)
     assert long["enough"]["host_chunks"] == 20 * 39
+    # In steps of 8,192 tokens, of 32 chunks and 7, the last prompt need only keep the first step's.
+    long = told(host_gib=1.0, policy="noop", **LONG_QUESTIONS)
+    assert long["enough"]["host_chunks"] == 19 * 39 + 32
 
 
 def test_a_description_too_large_to_look_for_the_least_host_tier_says_so(told):
@@ -200,6 +203,10 @@ def test_an_engine_newer_than_any_compared_is_said(told):
         "vLLM 0.40.0: rules of 0.33 assumed; the newest compared is 0.33"
     ]
     assert "rules of 0.33 assumed" in content["paragraph"]
+    # Whatever the rules, a replay finds at most the 312 whole blocks of its document.
+    assert content["computed_bounds"] == {
+        "pass1-cold": [100_400, 100_400], "pass2-replay": [20 * (5_020 - 4_992), 100_400],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -251,9 +258,40 @@ def test_a_latent_is_kept_whole_by_every_worker_and_stored_once(told):
     assert any("MLA" in reason for reason in content["inexact_because"])
 
 
-def test_prompts_of_several_prefill_steps_are_said_to_be_inexact(told):
-    content = told(host_gib=10.0, max_num_batched_tokens=2048)
-    assert "several prefill steps of 2,048" in content["paragraph"]
+def test_prompts_of_several_prefill_steps_are_exact_where_no_tick_can_matter(told):
+    # Ticks between steps of 8 chunks leave other chunks behind, but none that a replay still finds.
+    content, in_one = told(host_gib=10.0, max_num_batched_tokens=2048), told(host_gib=10.0)
+    assert content["predicted"] == in_one["predicted"]
+    assert (content["inexact_because"], content["computed_bounds"]) == ([], None)
+
+
+def test_prompts_of_several_prefill_steps_have_bounds_where_a_tick_may_matter(told):
+    # Two documents of 12 chunks, a host tier of 10 that evicts a fifth from 8 on, steps of 4 chunks,
+    # and a GPU that holds one prompt. Document 0 stores 8 chunks; a tick takes one: its last, the
+    # 8th, at the end, or the 4th, before. Document 1's four at a time find room for 3. The replay
+    # of document 0 loads 7 chunks, or 3: 3,092 - 1,792 = 1,300 computed, or 2,324; that of 1 none.
+    content = told(
+        documents=2, document_tokens=12 * 256, max_num_batched_tokens=4 * 256, host_gib=10 / 32,
+        gpu_kv_tokens=196 * 16,
+    )  # fmt: skip
+    assert content["computed_bounds"] == {
+        "pass1-cold": [6_184, 6_184], "pass2-replay": [1_300 + 3_092, 2_324 + 3_092],
+    }  # fmt: skip
+    assert content["predicted"]["pass2-replay"] == {
+        "computed": 4_392, "gpu_hit": 0, "host_loaded": 1_792,
+    }  # fmt: skip
+    assert "several prefill steps of 1,024" in content["paragraph"]
+    assert "At least 4,392 and at most 5,416 tokens of the replays" in content["paragraph"]
+
+
+def test_more_contents_than_can_be_followed_leave_the_bounds_of_sizes(told, monkeypatch):
+    # At most all 12 chunks of both documents are found, at least what the GPU finds: nothing.
+    monkeypatch.setattr("sim.tiers.moments.MOST_WORK", 10)
+    content = told(
+        documents=2, document_tokens=12 * 256, max_num_batched_tokens=4 * 256, host_gib=10 / 32,
+        gpu_kv_tokens=196 * 16,
+    )  # fmt: skip
+    assert content["computed_bounds"]["pass2-replay"] == [2 * 20, 6_184]
 
 
 def test_a_hybrid_model_is_refused_with_what_each_group_keeps(told):
