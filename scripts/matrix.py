@@ -9,15 +9,14 @@ A run that could not be made ends it with kvcliff's own exit code.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from harness.errors import InputError
 from harness.plan.files import read_plan
 from harness.record.folder import PLAN_FILE
+from harness.verdict.schema import read_published
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = ROOT / "harness" / "presets" / "matrix"
@@ -53,18 +52,15 @@ def newest_runs() -> dict[str, Path]:
 
 def table_row(name: str, run: Path) -> list[str]:
     """Plan, requests, reconciled, largest residual, tokens by source, findings."""
-    content = json.loads((run / "reconcile.json").read_text(encoding="utf-8"))
-    requests = content["requests"]
-    residuals = [abs(v) for r in requests for v in (r["residual"] or {}).values()]
-    tokens = " / ".join(f"{_total(requests, source):,}" for source in SOURCES)
-    codes = sorted({f"{f['code']} ({f['severity']})" for f in content["findings"]})
+    _, content = read_published(run)
+    residuals = [abs(v) for r in content.requests for v in (r.residual or {}).values()]
+    rows = [request.row for request in content.requests if request.row]
+    totals = [sum(getattr(row, source) or 0 for row in rows) for source in SOURCES]
+    codes = sorted({f"{f.code} ({f.severity})" for f in content.findings})
     largest = max(residuals, default="none")
-    counts = [content["requests_planned"], content["requests_reconciled"], largest]
+    counts = [content.requests_planned, content.requests_reconciled, largest]
+    tokens = " / ".join(f"{total:,}" for total in totals)
     return [name, *map(str, counts), tokens, ", ".join(codes) or "none"]
-
-
-def _total(requests: list[dict[str, Any]], source: str) -> int:
-    return sum((r["measured"] or {}).get(source) or 0 for r in requests)
 
 
 def show_table(runs: dict[str, Path]) -> bool:

@@ -83,15 +83,16 @@ def measured(folder: Path, label: str) -> tuple[dict[str, object], list[Row]]:
 def test_without_a_prefix_cache_every_token_is_computed_as_predicted(tmp_path: Path) -> None:
     content, rows = measured(tmp_path, "none")
     assert content["requests_reconciled"] == 7
-    assert {row.connector for row in rows} == {None}
+    assert {row.connector for row in rows} == {"none"}
     assert {(row.computed, row.gpu_hit, row.host_loaded) for row in rows} == {(532, 0, 0)}
 
 
 def test_an_arm_of_the_plans_own_is_measured_but_not_predicted(tmp_path: Path) -> None:
     content, rows = measured(tmp_path, "mine")
     assert content["requests_reconciled"] == 7
-    reasons = {request["why_not_predicted"] for request in content["requests"]}  # type: ignore[attr-defined]
-    (reason,) = reasons
+    requests = content["requests"]
+    assert isinstance(requests, list)
+    (reason,) = {request["predicted"]["why_not"] for request in requests}
     assert "env, flags or a connector of its own" in reason
     assert {row.connector for row in rows} == {"LMCacheMPConnector"}
     # Nothing of the second walk is left on the GPU, so its two chunks a document come from the host.

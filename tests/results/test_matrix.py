@@ -15,7 +15,7 @@ from harness.plan.presets import preset_names
 from harness.record.folder import RunFolder
 from harness.record.row import Row
 from harness.verdict.reconcile import Reconciliation, reconcile
-from scripts.matrix import PLANS
+from scripts.matrix import PLANS, newest_runs, show_table
 from scripts.mutations import (
     MUTATIONS,
     RECORD,
@@ -202,3 +202,10 @@ def test_a_wrong_rule_is_contradicted_by_the_journals_and_gone_afterwards(
 def test_the_mutation_record_says_which_plan_catches_which_wrong_rule(runs: Runs) -> None:
     assert len(MUTATIONS) == 5
     assert json.loads(Path(RECORD).read_text(encoding="utf-8")) == record(runs)
+
+
+def test_the_table_of_the_matrix_says_that_every_request_reconciled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert show_table(newest_runs())
+    assert "442 of 442 requests of 13 plans reconciled" in capsys.readouterr().out
