@@ -90,7 +90,7 @@ class Report:
 
 def curves(report: Report, name: str, trace: Trace, *, has_bars: bool) -> tuple[PrefixTree, float]:
     """From raw ids and from the tree, compiled and plain; returns the tree and the curve's time."""
-    n = trace.n_accesses
+    n = len(trace.ids)
     wide = trace.ids.astype(np.int64)
     read = min(cpu_s(trace.ids.sum), cpu_s(wide.sum))
     del wide
@@ -185,7 +185,7 @@ def kvcache_simulator(report: Report, name: str, trace: Trace, ours_s: float) ->
         return
     backend = importlib.import_module("kvcache_sim.cpp_backend")
     data = importlib.import_module("kvcache_sim.trace").TraceData(
-        trace.ids.tolist(), [trace.requests.block_tokens] * trace.n_accesses,
+        trace.ids.tolist(), [trace.requests.block_tokens] * len(trace.ids),
         trace.offsets.tolist(), trace.requests.block_tokens, len(trace.requests), 0, 0, 0.0, 0, 0,
     )  # fmt: skip
     try:
@@ -207,7 +207,7 @@ def ingest(report: Report, path: str) -> None:
     files = list(sources(path))
     texts = [text for _, text in files]
     trace = read_trace(path, files=files, engine="numba")
-    counted = trace.n_accesses
+    counted = len(trace.ids)
     ours = cpu_s(lambda: read_trace(path, files=files, engine="numba"), 4)
     sample = texts[:: max(len(texts) // 30, 1)]
     share = sum(map(len, sample)) / sum(map(len, texts))

@@ -40,21 +40,20 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class Recorded:
+    """A process as a ledger names it; ``work``: name of its launch's temporary folder."""
+
     session: str
     role: str
     identity: Identity
     work: str
 
-
-@dataclass(frozen=True, slots=True)
-class LeftOver:
-    """A process a ledger names that still runs; ``command`` is its command line as of now."""
-
-    session: str
-    role: str
-    identity: Identity
-    command: str
+    @property
+    def command(self) -> str:
+        """Its command line as of now; empty once it has ended."""
+        with suppress(psutil.Error):
+            return " ".join(psutil.Process(self.identity.pid).cmdline())
+        return ""
 
 
 def identify(pid: int) -> Identity | None:
@@ -199,22 +198,18 @@ class Ledger:
             os.fsync(file.fileno())
 
 
-def leftovers(ledger: Path) -> list[LeftOver]:
+def leftovers(ledger: Path) -> list[Recorded]:
     """Processes named by ``ledger`` that still run, in the order they were recorded.
 
     A missing ledger names none, and a line that a crash cut short is passed over: the process it
     would have named is found as a descendant of the ones before, or not at all.
     """
-    found: dict[Identity, LeftOver] = {}
-    for line in _lines(ledger):
-        identity = line.identity
-        if identity not in found and is_alive(identity):
-            command = _command_line(identity.pid)
-            found[identity] = LeftOver(line.session, line.role, identity, command)
-    return list(found.values())
+    return list(
+        {line.identity: line for line in _lines(ledger) if is_alive(line.identity)}.values()
+    )
 
 
-def end_leftovers(found: Iterable[LeftOver], *, grace_s: float = 30.0) -> list[LeftOver]:
+def end_leftovers(found: Iterable[Recorded], *, grace_s: float = 30.0) -> list[Recorded]:
     """End exactly these processes: SIGTERM, ``grace_s`` to obey, SIGKILL; returns survivors.
 
     Everything below them counts as them. Shared memory they leave is removed.
@@ -260,7 +255,7 @@ def unlink_segments(pids: Iterable[int]) -> list[str]:
     return removed
 
 
-def _lines(ledger: Path) -> list[_Line]:
+def _lines(ledger: Path) -> list[Recorded]:
     """Whole records of ``ledger``; fragments left by a crash are passed over."""
     if not ledger.exists():
         return []
@@ -269,12 +264,5 @@ def _lines(ledger: Path) -> list[_Line]:
         with suppress(ValueError, LookupError, TypeError):
             record = json.loads(text)
             identity = Identity(record["pid"], record["create_time"], record["boot_id"])
-            lines.append(_Line(record["session"], record["role"], identity, record["work"]))
+            lines.append(Recorded(record["session"], record["role"], identity, record["work"]))
     return lines
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return " ".join(psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return ""

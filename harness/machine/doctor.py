@@ -29,7 +29,7 @@ from servers.gpu.devices import survey
 from servers.gpu.facts import Survey
 from servers.memory import choose_transfer, free_memory_bytes
 from servers.ports import free_ports
-from servers.processes import LeftOver
+from servers.processes import Recorded
 from sim.units import GIB
 
 _NEEDED_DISK_GIB: Final = 1.0
@@ -38,7 +38,7 @@ _ENGINE_NAME: Final = "VLLM::"
 _ENGINE_MODULES: Final = ("lmcache.cli.main", "vllm.entrypoints")
 _ENGINE_COMMANDS: Final = (("vllm", "serve"), ("lmcache", "server"))
 
-Left = Mapping[Path, Sequence[LeftOver]]
+Left = Mapping[Path, Sequence[Recorded]]
 """Living processes of runs, by run folder (``find_leftovers``)."""
 
 

@@ -10,10 +10,10 @@ from harness import console
 from harness.errors import MachineError
 from harness.machine.tables import show_leftovers
 from harness.record.folder import LEDGER_FILE, RunFolder
-from servers.processes import LeftOver, end_leftovers, leftovers, sweep
+from servers.processes import Recorded, end_leftovers, leftovers, sweep
 
 
-def find_leftovers(results: Path) -> dict[Path, list[LeftOver]]:
+def find_leftovers(results: Path) -> dict[Path, list[Recorded]]:
     """Living processes that runs under ``results`` started and never ended, by run folder."""
     runs = [ledger.parent for ledger in _ledgers(results)]
     found = {run: leftovers(run / LEDGER_FILE) for run in runs}
@@ -47,7 +47,7 @@ def end_or_refuse_leftovers(results: Path, *, end: bool) -> None:
         sweep(ledger)
 
 
-def _end(found: dict[Path, list[LeftOver]]) -> None:
+def _end(found: dict[Path, list[Recorded]]) -> None:
     survivors = end_leftovers(process for processes in found.values() for process in processes)
     if survivors:
         pids = ", ".join(str(left.identity.pid) for left in survivors)

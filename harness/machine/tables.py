@@ -9,7 +9,7 @@ from rich.table import Table
 
 from harness.console import say
 from harness.terminal import out
-from servers.processes import LeftOver
+from servers.processes import Recorded
 
 
 def show_checks(checks: Sequence[dict[str, Any]]) -> None:
@@ -23,7 +23,7 @@ def show_checks(checks: Sequence[dict[str, Any]]) -> None:
     out.print(table)
 
 
-def show_leftovers(leftovers: Mapping[Path, Sequence[LeftOver]]) -> None:
+def show_leftovers(leftovers: Mapping[Path, Sequence[Recorded]]) -> None:
     """Processes an earlier, killed run left behind, by run folder, on stderr."""
     for run, processes in leftovers.items():
         say(f"servers of the run in {run} are still alive:")

@@ -35,9 +35,8 @@ def tokens_axis(title: str, loaded: Loaded, tokens: Sequence[float]) -> Chart:
     if low == high:
         low, high = low / 2, high * 2
     label: Chart = {"title": f"{title} (tokens)", "format": "~s", "values": log_ticks(low, high)}
-    gib_per_block = loaded.ruler.gib(1)
-    if gib_per_block is not None:
-        per_token = gib_per_block / loaded.ruler.block_tokens
+    per_token = loaded.ruler.gib(1)
+    if per_token is not None:
         label["title"] = f"{title} (tokens, GiB of KV)"
         label["labelExpr"] = (
             f"[format(datum.value, '~s'), format(datum.value * {per_token!r}, ',.2~r') + ' GiB']"
@@ -58,7 +57,7 @@ def kv(loaded: Loaded, tokens: int, tier: str) -> str:
 
 def sizes(loaded: Loaded, tokens: int) -> list[str]:
     """A capacity in tokens and, with a model, in GiB."""
-    gib = loaded.ruler.gib_of(tokens)
+    gib = loaded.ruler.gib(tokens)
     said = [f"{_short(tokens)} tokens"]
     return said if gib is None else [*said, f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"]
 

@@ -115,13 +115,13 @@ def _overlapping(loaded: Loaded, how: Serving, file: Path) -> tuple[Curve, int]:
 
 
 def _point(loaded: Loaded, found: Curve, blocks: int) -> dict[str, Any]:
-    hits = found.at(blocks)
+    hits, tokens = found.at(blocks), blocks * loaded.ruler.block_tokens
     share = share_of(hits, found.accesses)
     return {
         "gpu_blocks": blocks,
         "hit_blocks": hits,
-        "gpu_tokens": blocks * loaded.ruler.block_tokens,
-        "gpu_gib": loaded.ruler.gib(blocks),
+        "gpu_tokens": tokens,
+        "gpu_gib": loaded.ruler.gib(tokens),
         "hit_share": share,
         "share_of_ideal": share_of(hits, found.ideal),
         "prefill_speedup_upper_bound": None if share in (None, 1.0) else 1 / (1 - share),

@@ -122,8 +122,8 @@ def _pair(
         "gpu_hit_tokens": hit,
         "host_loaded_tokens": loaded_tokens,
         "computed_tokens": computed,
-        "gpu_gib": loaded.ruler.gib(gpu_blocks),
-        "host_gib": loaded.ruler.gib(host_blocks),
+        "gpu_gib": loaded.ruler.gib(gpu_blocks * block),
+        "host_gib": loaded.ruler.gib(host_blocks * block),
         "computed_share": share_of(computed, found.counted_tokens),
     }
 

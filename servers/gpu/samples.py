@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Final, Literal
 
 from servers.gpu.devices import Device, state_reader
@@ -21,14 +21,7 @@ _PERIOD_S: Final = 1.0
 # An idle card lowers its PCIe generation to save power, so only the best of several readings under
 # load says what the link can do.
 _ENOUGH_SAMPLES: Final = 5
-_NUMBERS: Final = (
-    "sm_mhz",
-    "memory_mhz",
-    "temperature_c",
-    "power_w",
-    "pcie_generation",
-    "pcie_width",
-)
+_NUMBERS: Final = [f.name for f in fields(GpuState) if f.name not in ("memory", "throttle")]
 
 
 # What must be alike in all sessions, from a device's ``under_load``; None where it is not known.

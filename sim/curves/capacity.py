@@ -76,11 +76,7 @@ class Ruler:
             raise SpecError(f"range {item!r} must rise from at least 1 block, in 2 or more values")
         return spaced(low, high, n)
 
-    def gib(self, blocks: int) -> float | None:
-        """GiB of KV in ``blocks`` blocks, None without a model."""
-        return self.gib_of(blocks * self.block_tokens)
-
-    def gib_of(self, tokens: int) -> float | None:
+    def gib(self, tokens: int) -> float | None:
         """GiB of KV of ``tokens`` tokens, None without a model."""
         return None if self.bytes_per_token is None else tokens * self.bytes_per_token / GIB
 

@@ -95,11 +95,6 @@ class Trace:
     ids: IdArray
     offsets: Ints
 
-    @property
-    def n_accesses(self) -> int:
-        """Blocks of all prompts together."""
-        return len(self.ids)
-
     def path(self, r: int) -> list[int]:
         """Block ids of request ``r``."""
         ids: list[int] = self.ids[self.offsets[r] : self.offsets[r + 1]].tolist()

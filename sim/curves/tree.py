@@ -105,7 +105,7 @@ def _depths(parent: Edges, length: Ints, is_head: NDArray[np.bool_]) -> Ints:
 def build_tree(trace: Trace, *, engine: str = "auto") -> PrefixTree:
     """The prefix tree of ``trace``. ``engine``: "auto", "numba" or "plain"; same result."""
     n_requests = len(trace.requests)
-    compiled = use_numba(n_requests * 40 + trace.n_accesses // 100, engine)
+    compiled = use_numba(n_requests * 40 + len(trace.ids) // 100, engine)
     parent, start, end, last_edge = (_build_compiled if compiled else _build_plain)(trace)
     n = len(parent)
     by_depth = np.argsort(start, kind="stable")

@@ -482,7 +482,7 @@ def test_the_real_traces_have_the_counts_their_readme_states() -> None:
         pytest.skip("set KVCLIFF_TRACES to the folder with mooncake_conversation.jsonl")
     trace = read_trace(str(Path(folder) / "mooncake_conversation.jsonl"))
     assert len(trace.requests) == 12_031
-    assert trace.n_accesses == 288_500
+    assert len(trace.ids) == 288_500
     assert len(np.unique(trace.ids)) == 182_790
     tree = build_tree(trace)
     found = curve(tree)
@@ -498,7 +498,7 @@ def test_the_real_sessions_are_read_from_their_archive_and_nest() -> None:
     trace = read_trace(str(Path(folder) / "weka_sessions.tar.xz"))
     assert len(trace.requests.session_start_ns) == 355
     assert len(trace.requests) == 23_491 + 524  # of sessions, of sub-agents
-    assert trace.n_accesses == 47_061_278
+    assert len(trace.ids) == 47_061_278
     assert int(trace.requests.input_tokens.sum()) == 3_012_680_174
     assert build_tree(trace).n_blocks == 1_727_499
 
