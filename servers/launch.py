@@ -6,17 +6,16 @@ that signal when the *thread* that started them ends, so launches happen on the 
 
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from servers import processes
@@ -113,7 +112,9 @@ def launch(
         with_http=tier is not None and tier.has_lmcache,
     )
     model_name = f"kvcliff-{session}-{secrets.token_hex(4)}"
-    with _work_dir() as work_dir:
+    # For sockets and temporary files; its name is short, see ``render``.
+    with TemporaryDirectory(prefix="kvc-", ignore_cleanup_errors=True) as folder:
+        work_dir = Path(folder)
         commands = render(
             arm, ports=ports, model_name=model_name, work_dir=work_dir,
             cache_dir=cache_dir.resolve(), inherited=os.environ, transfer=transfer,
@@ -125,16 +126,6 @@ def launch(
             work_dir=work_dir, deadline_s=deadline_s,
         ) as running:  # fmt: skip
             yield replace(running, unread_gpus=unread)
-
-
-@contextmanager
-def _work_dir() -> Iterator[Path]:
-    """A short-lived folder for sockets and temporary files of one launch; short, see ``render``."""
-    folder = Path(tempfile.mkdtemp(prefix="kvc-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -216,7 +207,6 @@ def _start(command: Command, log_stem: Path, ledger: Ledger, work_dir: Path, *, 
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=work_dir,
-                close_fds=True,
                 start_new_session=True,
             )
         except OSError as error:

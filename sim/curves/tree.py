@@ -146,12 +146,16 @@ def _build_compiled(trace: Trace) -> tuple[Ints, Ints, Ints, Ints]:
 def _build_plain(trace: Trace) -> tuple[Ints, Ints, Ints, Ints]:
     """As ``build.build``, with numpy comparing the ids and a dict finding the children."""
     ids, offsets = trace.ids, trace.offsets.tolist()
-    parent: list[int] = []
-    start: list[int] = []
-    end: list[int] = []
-    last: list[int] = []
+    columns: tuple[list[int], ...] = ([], [], [], [])
+    parent, start, end, last = columns
     last_edge: list[int] = []
     child: dict[tuple[int, int], int] = {}
+
+    def add(up: int, begin: int, stop: int) -> int:
+        for column, value in zip(columns, (up, begin, stop, r), strict=True):
+            column.append(value)
+        return len(parent) - 1
+
     for r in range(len(trace.requests)):
         base, n = offsets[r], offsets[r + 1] - offsets[r]
         node, x = -1, 0
@@ -159,9 +163,8 @@ def _build_plain(trace: Trace) -> tuple[Ints, Ints, Ints, Ints]:
             block = int(ids[base + x])
             e = child.get((node, block))
             if e is None:
-                child[node, block] = node_new = len(parent)
-                _append(parent, start, end, last, node, x, n, r)
-                node = node_new
+                child[node, block] = e = add(node, x, n)
+                node = e
                 break
             q, last[e] = last[e], r
             other = offsets[q]
@@ -172,24 +175,13 @@ def _build_plain(trace: Trace) -> tuple[Ints, Ints, Ints, Ints]:
                 f = parent[f]
             node = f
             if x < end[f]:
-                node = len(parent)
+                node = add(parent[f], start[f], x)
                 child[parent[f], int(ids[other + start[f]])] = node
                 child[node, int(ids[other + x])] = f
-                _append(parent, start, end, last, parent[f], start[f], x, r)
                 parent[f], start[f], last[f] = node, x, q
         last_edge.append(node)
-    columns = (np.array(column, dtype=np.int64) for column in (parent, start, end, last_edge))
-    return tuple(columns)  # type: ignore[return-value]
-
-
-def _append(
-    parent: list[int], start: list[int], end: list[int], last: list[int],
-    up: int, begin: int, stop: int, r: int,
-) -> None:  # fmt: skip
-    parent.append(up)
-    start.append(begin)
-    end.append(stop)
-    last.append(r)
+    arrays = (np.array(column, dtype=np.int64) for column in (parent, start, end, last_edge))
+    return tuple(arrays)  # type: ignore[return-value]
 
 
 def _common_length(a: NDArray[np.signedinteger], b: NDArray[np.signedinteger]) -> int:
