@@ -194,9 +194,7 @@ class LatencyModel:
         """Seconds ``of`` takes longer than ``minus``."""
         doubled = [a - b for a, b in zip(of.doubled, minus.doubled, strict=True)]
         features = [value / 2 for value in doubled]
-        error = None
-        if self.sigma is not None:
-            error = self.sigma * sqrt(self._fit.variance(features))
+        error = None if self.sigma is None else self.sigma * sqrt(self._fit.variance(features))
         return Estimate(self._fit.value(features), error, tuple(self._assumed(doubled)))
 
     def _assumed(self, doubled: Sequence[int]) -> list[str]:
@@ -338,19 +336,17 @@ def _spread(cells: Cells, found: _Fit, n: int) -> tuple[float | None, float | No
 
 
 def _coefficient(i: int, found: _Fit, span: Span, sigma: float | None) -> Coefficient:
-    status = _status(i, found, span)
+    alone = [int(i == j) for j in range(len(NAMES))]
     error = None
-    if status in ("identified", "at zero") and i in found.columns and sigma is not None:
-        error = sigma * sqrt(found.variance([float(i == j) for j in range(len(NAMES))]))
-    return Coefficient(NAMES[i], UNITS[i], found.used[i], error, status)
-
-
-def _status(i: int, found: _Fit, span: Span) -> str:
     if span.is_empty(i):
-        return "never seen"
-    if span.lacking([int(i == j) for j in range(len(NAMES))]):
-        return "only together"
-    return "identified" if found.used[i] else "at zero"
+        status = "never seen"
+    elif span.lacking(alone):
+        status = "only together"
+    else:
+        status = "identified" if found.used[i] else "at zero"
+        if i in found.columns and sigma is not None:
+            error = sigma * sqrt(found.variance(alone))
+    return Coefficient(NAMES[i], UNITS[i], found.used[i], error, status)
 
 
 def _groups(span: Span) -> list[str]:
