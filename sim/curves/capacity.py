@@ -35,12 +35,6 @@ class Ruler:
 
         Raises SpecError that says what is wrong and what is accepted.
         """
-        blocks = self._blocks(text)
-        if blocks * self.block_tokens >= MOST_TRACE_TOKENS:
-            raise SpecError(f"capacity {text!r} is not below 2**61 tokens")
-        return blocks
-
-    def _blocks(self, text: str) -> int:
         found = _ITEM.fullmatch(text.strip())
         unit = _UNITS.get(found[3].lower()) if found else None
         if found is None or unit is None:
@@ -50,12 +44,16 @@ class Ruler:
         if unit == "blocks":
             if amount.denominator != 1:
                 raise SpecError(f"capacity {text!r} is no whole number of blocks")
-            return int(amount)
-        if unit == "tokens":
-            return int(amount // self.block_tokens)
-        if self.bytes_per_token is None:
+            blocks = int(amount)
+        elif unit == "tokens":
+            blocks = int(amount // self.block_tokens)
+        elif self.bytes_per_token is None:
             raise SpecError(f"capacity {text!r} in GiB needs a model: give --model CONFIG")
-        return int(float(amount * GIB) // (self.bytes_per_token * self.block_tokens))
+        else:
+            blocks = int(float(amount * GIB) // (self.bytes_per_token * self.block_tokens))
+        if blocks * self.block_tokens >= MOST_TRACE_TOKENS:
+            raise SpecError(f"capacity {text!r} is not below 2**61 tokens")
+        return blocks
 
     def all(self, text: str) -> list[int]:
         """The comma-separated capacities of ``text``, in its order, in blocks."""
