@@ -61,10 +61,7 @@ _HINTS: Final[tuple[tuple[str, str], ...]] = (
 
 @dataclass(slots=True)
 class ServerLog:
-    """What one server wrote in this launch: ``path`` from byte ``start`` on.
-
-    The file is appended to, so an earlier launch's lines may stand before ``start``.
-    """
+    """What one server wrote in this launch: ``path``, which is appended to, from ``start`` on."""
 
     path: Path
     start: int

@@ -228,10 +228,7 @@ def _start(command: Command, log_stem: Path, ledger: Ledger, work_dir: Path, *, 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process by an exception, so that servers are stopped.
-
-    A handler somebody else installed stays.
-    """
+    """Let SIGTERM and SIGHUP, where nobody handles them, raise SystemExit, so that servers stop."""
     with ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:

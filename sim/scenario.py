@@ -9,7 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypedDict
 
@@ -33,10 +34,7 @@ _FLAGS = (*_WHOLE_NUMBERS, "--passes")
 
 
 class PassResult(TypedDict):
-    """Documents of one pass by where they were found; the three counts sum to the documents.
-
-    ``hit_docs``: documents hit, GPU and CPU together, in the order they were read.
-    """
+    """Documents of one pass by where they were found; ``hit_docs``: those hit, in reading order."""
 
     order: str
     gpu_hits: int
@@ -104,7 +102,7 @@ def _build_parser() -> argparse.ArgumentParser:
     for flag, (low, high, default, text) in _WHOLE_NUMBERS.items():
         parser.add_argument(
             flag,
-            type=_whole_number(low, high),
+            type=partial(_whole_number, low, high),
             default=default,
             metavar="N",
             help=f"{text} (whole number, {low} to {high}; default {default})",
@@ -144,16 +142,13 @@ def _join_values(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[
     return joined
 
 
-def _whole_number(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        # int() alone would take 1_000, " 5 ", +5 and non-ASCII digits.
-        if re.fullmatch("[0-9]{1,18}", text) and low <= int(text) <= high:
-            return int(text)
-        raise argparse.ArgumentTypeError(
-            f"{text!r} cannot be used; accepted: a whole number from {low} to {high}, digits only"
-        )
-
-    return parse
+def _whole_number(low: int, high: int, text: str) -> int:
+    # int() alone would take 1_000, " 5 ", +5 and non-ASCII digits.
+    if re.fullmatch("[0-9]{1,18}", text) and low <= int(text) <= high:
+        return int(text)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} cannot be used; accepted: a whole number from {low} to {high}, digits only"
+    )
 
 
 def _pass_list(text: str) -> tuple[str, ...]:

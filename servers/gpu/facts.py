@@ -119,10 +119,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Every GPU the driver lists, in PCI order; ``why_not`` says why there is none.
-
-    ``driver``: its version. ``cuda``: the newest CUDA it can run, as "13.0".
-    """
+    """Every GPU the driver lists, in PCI order, or ``why_not``; ``cuda``: the newest it can run."""
 
     source: Literal["nvml", "nvidia-smi"] | None
     gpus: tuple[Gpu, ...] = ()

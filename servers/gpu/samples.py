@@ -128,10 +128,7 @@ def session_warnings(device: Mapping[str, Any]) -> list[str]:
 
 
 def session_changes(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What differs between the sessions' records, by session: the PCIe link and the throttling.
-
-    Only what both sessions know is compared, device by device.
-    """
+    """What differs between the sessions' records of a device: PCIe link, throttling, where known."""
     changes = []
     by_device: dict[str, dict[str, Mapping[str, Any]]] = {}
     for session, record in records.items():
@@ -139,7 +136,7 @@ def session_changes(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
             by_device.setdefault(device["uuid"], {})[session] = device
     for sessions in by_device.values():
         label = next(iter(sessions.values()))["label"]
-        # A session that does not know, or hardly looked, is left out.
+        # A session that hardly looked is left out.
         loads = {session: device["under_load"] for session, device in sessions.items()}
         looked = {s: load for s, load in loads.items() if load["n_samples"] >= _ENOUGH_SAMPLES}
         for what, value_of in _COMPARED.items():

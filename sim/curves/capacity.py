@@ -31,10 +31,7 @@ class Ruler:
     bytes_per_token: float | None = None
 
     def blocks(self, text: str) -> int:
-        """Whole blocks that fit into ``text``, e.g. "100", "2M tokens" or "40GiB".
-
-        Raises SpecError that says what is wrong and what is accepted.
-        """
+        """Whole blocks that fit into ``text``, e.g. "100", "2M tokens" or "40GiB", or SpecError."""
         found = _ITEM.fullmatch(text.strip())
         unit = _UNITS.get(found[3].lower()) if found else None
         if found is None or unit is None:

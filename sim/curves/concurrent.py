@@ -19,10 +19,7 @@ from sim.curves.tree import PrefixTree
 
 
 def read_lifetimes(file: Path, n_requests: int) -> tuple[Floats, Floats]:
-    """Start and finish of every request by a CSV of ``request,start_s,finish_s``.
-
-    Raises TraceError with file, line and field.
-    """
+    """Start and finish of every request by a CSV of ``request,start_s,finish_s``, or TraceError."""
     times = np.full((2, n_requests), np.nan)
     columns = {"request": int, "start_s": float, "finish_s": float}
     for where, (request, start, finish) in csv_numbers(file, columns):

@@ -2,28 +2,15 @@
 
 A request looks up its longest run of leading blocks, then all its blocks come in, last block
 first; its own blocks are never evicted to make room for it. One that is longer than the cache
-keeps its first blocks only.
+keeps its first blocks only. A policy is told that a block came in (``admit``) or that a resident one
+was used again (``touch``); ``evict`` chooses one outside ``mine``, forgets it and returns it.
 """
 
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 Paths = Sequence[Sequence[int]]
-
-
-class Policy(Protocol):
-    """Which block leaves. Keys are prefix keys: equal only for equal whole prefixes."""
-
-    def touch(self, key: int) -> None:
-        """A resident block was used again."""
-
-    def admit(self, key: int) -> None:
-        """A block came in."""
-
-    def evict(self, mine: set[int]) -> int:
-        """Choose a resident block outside ``mine``, forget it, return it."""
 
 
 class Fifo:
@@ -145,6 +132,8 @@ class Arc:
         while self._ghost_often and sum(map(len, lists)) > 2 * self._capacity:
             self._ghost_often.popitem(last=False)
 
+
+Policy = Fifo | Lfu | Arc
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "fifo": Fifo,

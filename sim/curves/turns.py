@@ -185,15 +185,13 @@ class _Conversation:
 
 
 def found_again(requests: Requests) -> int:
-    """Blocks of answers that later turns repeat: what a cache that keeps them finds besides.
-
-    The last token generated never gets a slot, so it fills no block.
-    """
+    """Blocks of answers that later turns repeat: what a cache that keeps them finds besides."""
     is_last = np.ones(len(requests), dtype=bool)
     if len(requests):
         order = np.argsort(requests.session, kind="stable")
         is_last[order[:-1]] = np.diff(requests.session[order]) != 0
     size = requests.block_tokens
+    # The last token generated never gets a slot.
     slots = requests.input_tokens + np.maximum(requests.output_tokens - 1, 0)
     blocks: int = (slots // size - requests.input_tokens // size)[~is_last].sum().item()
     return blocks

@@ -92,10 +92,7 @@ class Coefficient:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds, with the standard error of the fit; None when there are no rows to spare.
-
-    ``assumed`` says what the calibration rows do not determine of it.
-    """
+    """Seconds; the fit's standard error (None: no rows to spare); what no row determines of it."""
 
     value_s: float
     standard_error_s: float | None
@@ -206,10 +203,7 @@ class LatencyModel:
 
 
 def fit(rows: Iterable[tuple[Shape, float]]) -> LatencyModel:
-    """The model that fits ``rows`` best: what was asked, and the TTFT in seconds.
-
-    ValueError without rows or with a TTFT not above 0.
-    """
+    """The model that fits ``rows``, with TTFT in seconds, best; ValueError for none, or a TTFT ≤ 0."""
     cells = _cells(rows)
     shapes = list(cells)
     span = Span()
