@@ -28,6 +28,8 @@ _MEMBERS = (
     "about", "is_next", "parents", "length", "last_edge",
     "time", "session", "session_start", "input_tokens", "output_tokens",
 )  # fmt: skip
+_AS_THEY_ARE = ("length", "output_tokens")
+"""Columns that are not stored as differences."""
 _LEAST = {"requests": 1, "accesses": 0, "block_tokens": 1, "time_unit_ns": 1}
 """The smallest each count of ``about`` can be."""
 
@@ -134,26 +136,29 @@ def _check_types(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> None
 
 def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
     is_next = np.unpackbits(members.pop("is_next"))
-    wide = {name: values.astype(np.int64) for name, values in members.items()}
+    wide = {
+        name: values.astype(np.int64) if name in _AS_THEY_ARE else np.cumsum(values, dtype=np.int64)
+        for name, values in members.items()
+    }
     length = wide["length"]
     is_next = is_next[: len(length)].astype(bool)
     if len(is_next) != len(length) or len(wide["parents"]) != (~is_next).sum():
         raise TraceError("its columns differ in length")
     parent = np.arange(len(length), dtype=np.int64) - 1
-    parent[~is_next] = np.cumsum(wide["parents"])
+    parent[~is_next] = wide["parents"]
+    _check_columns(wide, said)
     requests = Requests(
-        time_ns=_times(wide["time"], said),
-        session=np.cumsum(wide["session"]),
-        session_start_ns=_times(wide["session_start"], said),
-        input_tokens=np.cumsum(wide["input_tokens"]),
+        time_ns=wide["time"] * said["time_unit_ns"],
+        session=wide["session"],
+        session_start_ns=wide["session_start"] * said["time_unit_ns"],
+        input_tokens=wide["input_tokens"],
         output_tokens=wide["output_tokens"],
         block_tokens=said["block_tokens"],
         source=said["source"],
         starts_known=said["starts_known"],
         kv_bytes_per_token=said["kv_bytes_per_token"],
     )
-    _check_columns(requests, said["requests"])
-    last_edge = np.cumsum(wide["last_edge"]).astype(np.int32)
+    last_edge = wide["last_edge"].astype(np.int32)
     tree = PrefixTree.from_edges(requests, parent.astype(np.int32), length, last_edge)
     check_totals(requests, tree.blocks_of_requests(), lambda r: f"request {r}")
     if tree.n_accesses != said["accesses"]:
@@ -161,27 +166,20 @@ def _tree(members: dict[str, NDArray[Any]], said: dict[str, Any]) -> PrefixTree:
     return tree
 
 
-def _check_columns(requests: Requests, n_requests: int) -> None:
-    sizes = {len(requests.session), len(requests.input_tokens), len(requests.output_tokens)}
-    if sizes != {len(requests)} or len(requests) != n_requests:
-        raise TraceError("its columns differ in length")
-    n_sessions = len(requests.session_start_ns)
-    for name, values, stop in (
-        ("session", requests.session, n_sessions),
-        ("input_tokens", requests.input_tokens, MOST_TRACE_TOKENS),
-        ("output_tokens", requests.output_tokens, MOST_TRACE_TOKENS),
+def _check_columns(columns: dict[str, Ints], said: dict[str, Any]) -> None:
+    latest, n_sessions = MOST_NS // said["time_unit_ns"], len(columns["session_start"])
+    for name, size, stop in (
+        ("time", said["requests"], latest),
+        ("session", said["requests"], n_sessions),
+        ("session_start", n_sessions, latest),
+        ("input_tokens", said["requests"], MOST_TRACE_TOKENS),
+        ("output_tokens", said["requests"], MOST_TRACE_TOKENS),
     ):
-        if len(values) and not 0 <= values.min() <= values.max() < stop:
+        values = columns[name]
+        if len(values) != size:
+            raise TraceError("its columns differ in length")
+        if size and not 0 <= values.min() <= values.max() < stop:
             raise TraceError(f"{name} {values.min()} to {values.max()} is not in [0, {stop})")
-
-
-def _times(steps: Ints, said: dict[str, Any]) -> Ints:
-    """Nanoseconds; TraceError where they are no times."""
-    unit_ns: int = said["time_unit_ns"]
-    counts = np.cumsum(steps)
-    if len(counts) and not 0 <= counts.min() <= counts.max() < MOST_NS // unit_ns:
-        raise TraceError(f"times out of range, in units of {unit_ns} ns")
-    return counts * unit_ns
 
 
 def _small(values: NDArray[Any]) -> NDArray[np.signedinteger]:
