@@ -31,7 +31,8 @@ def await_ready(
 ) -> float:
     """Seconds from ``began`` until a completion was answered; LaunchError in all other cases."""
     scanned = began
-    with httpx.Client(trust_env=False, timeout=_HTTP_S) as client:
+    base = f"http://{HOST}:{ports.vllm}"
+    with httpx.Client(base_url=base, trust_env=False, timeout=_HTTP_S) as client:
         while True:
             for child in children:
                 if reason := trouble(child):
@@ -57,24 +58,26 @@ def _missing(
     client: httpx.Client, children: Sequence[Child], ports: Ports, model_name: str
 ) -> str | None:
     """What readiness still lacks, None when nothing does; LaunchError for a foreign server."""
-    base = f"http://{HOST}:{ports.vllm}"
     try:
-        if client.get(f"{base}/health").status_code != httpx.codes.OK:
+        if client.get("/health").status_code != httpx.codes.OK:
             return "vLLM's /health is not 200"
         _check_ours(client, children[0], ports, model_name)
         if ports.lmcache_http is not None and ports.lmcache is not None:
             health = client.get(f"http://{HOST}:{ports.lmcache_http}/healthcheck")
             if health.status_code != httpx.codes.OK:
                 return "LMCache's /healthcheck is not 200"
-        return _completion_fails(client, base, model_name)
+        return _completion_fails(client, model_name)
     except httpx.HTTPError as error:
         return f"{type(error).__name__}: {error}"
 
 
 def _check_ours(client: httpx.Client, vllm: Child, ports: Ports, model_name: str) -> None:
     """A healthy answer proves nothing: it may come from an old server that holds the port."""
-    response = client.get(f"http://{HOST}:{ports.vllm}/v1/models")
-    names = _model_names(response)
+    response = client.get("/v1/models")
+    names = []
+    if response.status_code == httpx.codes.OK:
+        with suppress(ValueError, LookupError, TypeError):
+            names = [str(entry["id"]) for entry in response.json()["data"]]
     listens = any(_listens(identity.pid, ports.vllm) for identity in tree(vllm))
     if names != [model_name] or not listens:
         raise LaunchError(
@@ -84,15 +87,6 @@ def _check_ours(client: httpx.Client, vllm: Child, ports: Ports, model_name: str
         )
 
 
-def _model_names(response: httpx.Response) -> list[str]:
-    if response.status_code != httpx.codes.OK:
-        return []
-    try:
-        return [str(entry["id"]) for entry in response.json()["data"]]
-    except (ValueError, LookupError, TypeError):
-        return []
-
-
 def _listens(pid: int, port: int) -> bool:
     with suppress(psutil.Error):
         connections = psutil.Process(pid).net_connections("tcp4")
@@ -100,7 +94,7 @@ def _listens(pid: int, port: int) -> bool:
     return False
 
 
-def _completion_fails(client: httpx.Client, base: str, model_name: str) -> str | None:
+def _completion_fails(client: httpx.Client, model_name: str) -> str | None:
     # /health is 200 before a model can serve. One prompt token and two output tokens fill no KV
     # block and no chunk, so neither tier keeps anything; one output token could leave a session
     # open in LMCache 0.5.6 (END_SESSION may overtake STORE).
@@ -111,7 +105,7 @@ def _completion_fails(client: httpx.Client, base: str, model_name: str) -> str |
         "temperature": 0,
         "ignore_eos": True,
     }
-    response = client.post(f"{base}/v1/completions", json=body, timeout=_COMPLETION_S)
+    response = client.post("/v1/completions", json=body, timeout=_COMPLETION_S)
     if response.status_code != httpx.codes.OK:
         return f"a completion got HTTP {response.status_code}: {response.text[:200]}"
     try:
