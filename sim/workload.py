@@ -1,6 +1,6 @@
 """The seeded workload: documents, passes and the requests both the replay and the predictor read.
 
-One ``Workload`` object feeds the client and the simulator, so the two cannot disagree about what
+One ``Workload`` feeds the client and the simulator, so the two cannot disagree about what
 was asked. Prompts are token ids, never text: re-tokenising would change their length.
 """
 
@@ -76,17 +76,8 @@ class Request:
         return (self.pass_name, self.doc)
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """All requests of one session in the order they are sent: warm-up first, then the passes."""
-
-    spec: WorkloadSpec
-    requests: tuple[Request, ...]
-
-    @property
-    def measured(self) -> tuple[Request, ...]:
-        """The requests that count, in sending order."""
-        return tuple(r for r in self.requests if r.phase == "measure")
+Workload = tuple[Request, ...]
+"""All requests of one session in the order they are sent: warm-up first, then the passes."""
 
 
 def pass_name(index: int, order: PassOrder) -> str:
@@ -133,7 +124,7 @@ def build_workload(spec: WorkloadSpec) -> Workload:
         if spec.questions == "appended":
             documents[doc] = requests[-1].prompt
     _check_distinct(spec, requests)
-    return Workload(spec, tuple(requests))
+    return tuple(requests)
 
 
 def _check(spec: WorkloadSpec) -> None:

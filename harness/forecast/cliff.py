@@ -145,7 +145,7 @@ def _points(
 
 def _recomputed_share(workload: Workload, tiers: TierSpec, pass_name: str) -> float:
     computed = prompt = 0
-    for request, found in zip(workload.requests, predict(workload.requests, tiers), strict=True):
+    for request, found in zip(workload, predict(workload, tiers), strict=True):
         if request.pass_name == pass_name:
             computed += found.split.computed
             prompt += len(request.prompt)

@@ -200,7 +200,8 @@ def expected_passes(
     }
     passes: dict[str, Any] = {}
     treatment = experiment.treatment.name
-    for pass_name in dict.fromkeys(r.pass_name for r in experiment.workload.measured):
+    measured = (r.pass_name for r in experiment.workload if r.phase == "measure")
+    for pass_name in dict.fromkeys(measured):
         of_pass = {arm: by[pass_name] for arm, by in times.items() if pass_name in by}
         passes[pass_name] = {
             "arms": {arm: _spread_ms(list(by.values())) for arm, by in of_pass.items()},
@@ -293,7 +294,7 @@ def _seconds_by_pass(
 ) -> dict[str, dict[int, float]]:
     """Seconds by pass and document."""
     times: dict[str, dict[int, float]] = {}
-    requests = experiment.workload_of(arm).requests
+    requests = experiment.workload_of(arm)
     tier = arm.host.kind if arm.host else None
     for request, shape in zip(requests, shapes_of(experiment, predictions), strict=True):
         seconds = expected.ttft_s(shape, tier)

@@ -56,7 +56,7 @@ def preview(experiment: Experiment, *, probe: Path | None = None) -> dict[str, A
         "plan_id": experiment.plan_id,
         "model": _model_facts(experiment),
         "sessions": [session.name for session in experiment.sessions],
-        "requests_per_session": len(experiment.workload.requests),
+        "requests_per_session": len(experiment.workload),
         "requests": _request_counts(experiment),
         "tiers": {name: _tier_sizes(experiment, arm) for name, arm in experiment.arms.items()},
         "memory": {name: _memory_needs(experiment, arm) for name, arm in experiment.arms.items()},
@@ -109,8 +109,8 @@ def _request_counts(experiment: Experiment) -> dict[str, int]:
     """Requests of the whole run, all sessions together: those measured, and with the warm-up."""
     asked = [experiment.workload_of(session.arm) for session in experiment.sessions]
     return {
-        "measured": sum(len(workload.measured) for workload in asked),
-        "sent": sum(len(workload.requests) for workload in asked),
+        "measured": sum(r.phase == "measure" for workload in asked for r in workload),
+        "sent": sum(len(workload) for workload in asked),
     }
 
 
@@ -146,7 +146,7 @@ def _memory_needs(experiment: Experiment, arm: Arm) -> dict[str, Any]:
 def _tokens_by_pass(
     experiment: Experiment, arm: Arm, predictions: Iterable[Prediction]
 ) -> dict[str, dict[str, int]]:
-    requests = experiment.workload_of(arm).requests
+    requests = experiment.workload_of(arm)
     passes: dict[str, dict[str, int]] = {}
     for request, prediction in zip(requests, predictions, strict=True):
         sums = passes.setdefault(request.pass_name, {"computed": 0, "gpu_hit": 0, "host_loaded": 0})
@@ -161,7 +161,7 @@ def _source_runs(
 ) -> dict[str, list[dict[str, Any]]]:
     """By pass: runs of documents, in the order they are read, whose KV comes from one source."""
     passes: dict[str, list[str]] = {}
-    requests = experiment.workload_of(arm).requests
+    requests = experiment.workload_of(arm)
     for request, prediction in zip(requests, predictions, strict=True):
         split = prediction.split
         source = class_of(
@@ -176,7 +176,7 @@ def _source_runs(
 
 
 def _outlook(experiment: Experiment, predictions: Predictions) -> Outlook:
-    server, requests = experiment.plan.server, experiment.workload.requests
+    server, requests = experiment.plan.server, experiment.workload
     if why_too_large(requests, server.block_size) is not None:
         return Outlook(experiment, predictions, None, None)
     baseline, treatment = experiment.tiers(experiment.arms[BASELINE]), experiment.treatment
@@ -190,7 +190,7 @@ def _outlook(experiment: Experiment, predictions: Predictions) -> Outlook:
             host = host_edge(requests, experiment.tiers(treatment), hits)
         of_control = None
         if control is not None and control.documents is not None:
-            asked = experiment.workload_of(experiment.arms[CONTROL]).requests
+            asked = experiment.workload_of(experiment.arms[CONTROL])
             of_control = gpu_edge(asked, baseline, least_blocks=least)
     except SpecError as error:
         raise InputError(f"the plan cannot be predicted: {error}") from None
@@ -207,7 +207,7 @@ def _cliff_json(outlook: Outlook) -> dict[str, Any]:
     Both axes are null, and ``why_not`` says why, for a plan too large to try.
     """
     plan = outlook.experiment.plan
-    reason = why_too_large(outlook.experiment.workload.requests, plan.server.block_size)
+    reason = why_too_large(outlook.experiment.workload, plan.server.block_size)
     if outlook.gpu is None:
         return {"gpu": None, "host": None, "why_not": reason}
     return {"gpu": _gpu_cliff(outlook, outlook.gpu), "host": _host_cliff(outlook), "why_not": None}

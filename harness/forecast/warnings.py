@@ -65,7 +65,7 @@ class Outlook:
 
     def measured_tokens(self, arm: str, source: str, name: str | None = None) -> int:
         """Prompt tokens of ``source`` in an arm's measured requests, or those of pass ``name``."""
-        requests = self.experiment.workload_of(self.experiment.arms[arm]).requests
+        requests = self.experiment.workload_of(self.experiment.arms[arm])
         return sum(
             getattr(prediction.split, source)
             for request, prediction in zip(requests, self.predictions[arm], strict=True)

@@ -39,7 +39,7 @@ def predicted_rows(experiment: Experiment) -> list[PredictedRow]:
 
 
 def _predicted(experiment: Experiment, session: SessionPlan) -> list[PredictedRow]:
-    requests = experiment.workload_of(session.arm).requests
+    requests = experiment.workload_of(session.arm)
     predictions: Sequence[Prediction | None]
     try:
         predictions, why_not = experiment.predictions(session.arm), None

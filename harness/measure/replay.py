@@ -67,7 +67,7 @@ def replay(
     before: Snapshot | None = _fresh(scraper, context)
     last: _Outcome | None = None
     attributable = False
-    for seq, request in enumerate(workload.requests, start=1):
+    for seq, request in enumerate(workload, start=1):
         outcome = _ask(request, context, client=client, scraper=scraper, before=before, last=last,
                        request_id=f"{context.session}-{seq}")  # fmt: skip
         row = _row(request, context, seq=seq, outcome=outcome)

@@ -51,9 +51,7 @@ def _is_complete(folder: RunFolder, session: SessionPlan, experiment: Experiment
     if not folder.journal(session.name).exists():
         return False
     keys = [row.key for row in folder.session_rows(session.name, notes)]
-    planned = [
-        (session.name, *request.key) for request in experiment.workload_of(session.arm).requests
-    ]
+    planned = [(session.name, *request.key) for request in experiment.workload_of(session.arm)]
     return keys == planned and not notes
 
 
@@ -77,7 +75,7 @@ def _measure(
     cache_dir: Path,
     progress: RunProgress,
 ) -> None:
-    progress.session_starts(session, requests=len(experiment.workload_of(session.arm).requests))
+    progress.session_starts(session, requests=len(experiment.workload_of(session.arm)))
     started = utc_now()
     with (
         sampled(devices_of(session.arm, os.environ)) as gpu,

@@ -18,7 +18,7 @@ from sim.geometry import KvGeometry, host_bytes
 from sim.predict import NotPredictable, Prediction, TierSpec, predict
 from sim.tiers.registry import with_host
 from sim.tiers.settings import DEFAULT_KIND
-from sim.workload import Request, Workload
+from sim.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class Experiment:
 
     def workload_of(self, arm: Arm) -> Workload:
         """What a session of ``arm`` is asked: everything, or of the control what it is limited to."""
-        return replace(self.workload, requests=_requests_of(self.plan, arm.name, self.workload))
+        return _requests_of(self.plan, arm.name, self.workload)
 
     def predictions(self, arm: Arm) -> list[Prediction]:
         """One prediction per request of a session of ``arm``, warm-up included, in order.
 
         Raises NotPredictable where the outcome is a matter of timing, or not modelled.
         """
-        return predict(self.workload_of(arm).requests, self.tiers(arm))
+        return predict(self.workload_of(arm), self.tiers(arm))
 
 
 def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
@@ -245,7 +245,7 @@ def _plan_id(plan: Plan, model_config: bytes) -> str:
     return f"{plan.name}-{digest.hexdigest()[:8]}"
 
 
-def _requests_of(plan: Plan, arm: str, workload: Workload) -> tuple[Request, ...]:
+def _requests_of(plan: Plan, arm: str, workload: Workload) -> Workload:
     """The requests of one session of an arm, warm-up included, in order."""
     documents = documents_of(plan, arm)
-    return tuple(r for r in workload.requests if r.phase == "warmup" or r.doc < documents)
+    return tuple(r for r in workload if r.phase == "warmup" or r.doc < documents)

@@ -96,7 +96,7 @@ def replayed(
 
 def predicted(spec: FakeSpec) -> Iterator[Prediction]:
     predictor = Predictor(spec.tiers())
-    for request in WORKLOAD.requests:
+    for request in WORKLOAD:
         yield predictor.request(request.prompt, request.output_tokens)
 
 
@@ -201,7 +201,7 @@ def test_a_store_that_is_published_with_the_next_request_only_does_not_void_a_ru
     tmp_path: Path,
 ) -> None:
     # As engines do that go idle with copies open: one grace per request, and no time-out.
-    one = Workload(WORKLOAD.spec, WORKLOAD.requests[:2])
+    one = WORKLOAD[:2]
     with FakeServer(spec_of("native"), script=always({"copy_s": 60})) as server:
         rows = replayed(server, "native", tmp_path, workload=one, settle_s=10)
     assert [row.unattributed for row in rows] == [None, None]

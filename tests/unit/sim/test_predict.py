@@ -47,7 +47,7 @@ def recorded_run() -> dict[tuple[str, int], Prediction]:
     tiers = TierSpec(
         block_size=32, num_gpu_blocks=600, max_num_batched_tokens=4096, host_chunks=1000
     )
-    requests = build_workload(spec).requests
+    requests = build_workload(spec)
     return dict(zip([r.key for r in requests], predict(requests, tiers), strict=True))
 
 

@@ -20,13 +20,17 @@ SPEC = WorkloadSpec(
 )
 
 
+def measured(spec: WorkloadSpec) -> Workload:
+    return tuple(r for r in build_workload(spec) if r.phase == "measure")
+
+
 def _token_digest(workload: Workload) -> str:
-    prompts = [[*r.key, *r.prompt] for r in workload.requests]
+    prompts = [[*r.key, *r.prompt] for r in workload]
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
 
 
 def test_requests_come_warmup_first_then_each_pass_in_its_order():
-    assert [r.key for r in build_workload(SPEC).requests] == [
+    assert [r.key for r in build_workload(SPEC)] == [
         *(("warmup", d) for d in (0, 1)),
         *(("pass1-cold", d) for d in (0, 1, 2, 3, 4)),
         *(("pass2-replay", d) for d in (0, 1, 2, 3, 4)),
@@ -36,51 +40,51 @@ def test_requests_come_warmup_first_then_each_pass_in_its_order():
 
 def test_measured_requests_are_all_but_the_warmup():
     workload = build_workload(SPEC)
-    assert workload.measured == workload.requests[2:]
-    assert [r.phase for r in workload.requests[:2]] == ["warmup", "warmup"]
+    assert measured(SPEC) == workload[2:]
+    assert [r.phase for r in workload[:2]] == ["warmup", "warmup"]
 
 
 def test_every_prompt_has_the_shape_asked_for():
-    requests = build_workload(SPEC).requests
+    requests = build_workload(SPEC)
     assert len(requests) == 17  # 2 warm-up + 3 passes of 5
     assert {len(r.prompt) for r in requests} == {48}  # 40 + 8
     assert {(r.doc_tokens, r.output_tokens) for r in requests} == {(40, 3)}
 
 
 def test_every_token_id_lies_in_the_vocabulary_range():
-    ids = {token for r in build_workload(SPEC).requests for token in r.prompt}
+    ids = {token for r in build_workload(SPEC) for token in r.prompt}
     assert min(ids) >= 100
     assert max(ids) < 5000
 
 
 def test_a_document_is_the_same_in_every_pass():
     documents = {}
-    for request in build_workload(SPEC).measured:
+    for request in measured(SPEC):
         documents.setdefault(request.doc, set()).add(request.prompt[:40])
     assert {doc: len(texts) for doc, texts in documents.items()} == dict.fromkeys(range(5), 1)
 
 
 def test_no_two_documents_share_their_first_token_so_none_shares_a_first_block():
-    firsts = {(r.phase, r.doc): r.prompt[0] for r in build_workload(SPEC).requests}
+    firsts = {(r.phase, r.doc): r.prompt[0] for r in build_workload(SPEC)}
     assert len(firsts) == 7
     assert len(set(firsts.values())) == 7
 
 
 def test_every_request_asks_its_own_question():
-    questions = [r.prompt[40:] for r in build_workload(SPEC).requests]
+    questions = [r.prompt[40:] for r in build_workload(SPEC)]
     assert len(set(questions)) == 17
 
 
 def test_warmup_documents_share_no_prefix_with_a_measured_one():
     workload = build_workload(SPEC)
-    measured = {r.prompt[:1] for r in workload.measured}
-    assert len(measured) == 5
-    assert measured.isdisjoint(r.prompt[:1] for r in workload.requests if r.phase == "warmup")
+    firsts = {r.prompt[:1] for r in measured(SPEC)}
+    assert len(firsts) == 5
+    assert firsts.isdisjoint(r.prompt[:1] for r in workload if r.phase == "warmup")
 
 
 def test_measured_documents_do_not_depend_on_how_many_passes_or_which_orders():
     one_pass = build_workload(replace(SPEC, passes=("fwd",)))
-    assert one_pass.requests == build_workload(SPEC).requests[:7]
+    assert one_pass == build_workload(SPEC)[:7]
 
 
 def test_the_same_spec_gives_the_same_bytes_on_every_machine_and_version():
@@ -93,25 +97,23 @@ def test_the_same_spec_gives_the_same_bytes_on_every_machine_and_version():
 
 def test_equal_token_ids_of_documents_are_one_object_so_a_token_costs_a_reference():
     spec = replace(SPEC, document_tokens=4000, vocab=(100_000, 100_050))
-    documents = [r.prompt[1 : r.doc_tokens] for r in build_workload(spec).requests]
+    documents = [r.prompt[1 : r.doc_tokens] for r in build_workload(spec)]
     assert len({id(token) for document in documents for token in document}) == 50
 
 
 def test_another_seed_gives_other_documents():
-    other = build_workload(replace(SPEC, seed=8))
-    assert {r.prompt[:40] for r in other.measured}.isdisjoint(
-        r.prompt[:40] for r in build_workload(SPEC).measured
-    )
+    other = measured(replace(SPEC, seed=8))
+    assert {r.prompt[:40] for r in other}.isdisjoint(r.prompt[:40] for r in measured(SPEC))
 
 
 def test_as_many_first_tokens_as_documents_are_enough():
-    firsts = {r.prompt[0] for r in build_workload(replace(SPEC, vocab=(10, 17))).requests}
+    firsts = {r.prompt[0] for r in build_workload(replace(SPEC, vocab=(10, 17)))}
     assert firsts == set(range(10, 17))
 
 
 def _prompts_of(spec: WorkloadSpec, doc: int) -> list[tuple[int, ...]]:
     """The measured prompts of one document, in the order they are sent."""
-    return [r.prompt for r in build_workload(spec).measured if r.doc == doc]
+    return [r.prompt for r in measured(spec) if r.doc == doc]
 
 
 def test_an_appended_question_continues_the_whole_prompt_before_it():
@@ -123,7 +125,7 @@ def test_an_appended_question_continues_the_whole_prompt_before_it():
 
 
 def test_earlier_turns_count_to_the_document():
-    requests = build_workload(replace(SPEC, questions="appended")).requests
+    requests = build_workload(replace(SPEC, questions="appended"))
     assert [r.doc_tokens for r in requests if r.doc == 1] == [40, 40, 48, 56]  # warm-up first
 
 
@@ -131,11 +133,11 @@ def test_a_repeated_question_brings_the_whole_prompt_back():
     spec = replace(SPEC, questions="repeated")
     first, second, third = _prompts_of(spec, doc=2)
     assert first == second == third == _prompts_of(SPEC, doc=2)[0]
-    assert len({r.prompt for r in build_workload(spec).requests}) == 7  # 5 documents, 2 warm-up
+    assert len({r.prompt for r in build_workload(spec)}) == 7  # 5 documents, 2 warm-up
 
 
 def test_each_document_is_a_step_longer_than_the_one_before():
-    requests = build_workload(replace(SPEC, document_step_tokens=7)).requests
+    requests = build_workload(replace(SPEC, document_step_tokens=7))
     assert [r.doc_tokens for r in requests[:7]] == [40, 40, 40, 47, 54, 61, 68]
     assert all(len(r.prompt) == r.doc_tokens + 8 for r in requests)
 
@@ -153,7 +155,7 @@ def test_each_document_is_a_step_longer_than_the_one_before():
 def test_the_longest_prompt_is_known_without_building_it(change, tokens):
     spec = replace(SPEC, **change)
     assert spec.longest_prompt_tokens == tokens
-    assert max(len(r.prompt) for r in build_workload(spec).requests) == tokens
+    assert max(len(r.prompt) for r in build_workload(spec)) == tokens
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ SPEC = WorkloadSpec(
     seed=1,
     vocab=(0, 100),
 )
-REQUESTS = build_workload(SPEC).requests
+REQUESTS = build_workload(SPEC)
 TIERS = TierSpec(
     block_size=4, num_gpu_blocks=5, max_num_batched_tokens=64, host_chunks=3, chunk_tokens=8,
 )  # fmt: skip
@@ -79,8 +79,8 @@ def test_a_host_beside_a_gpu_that_hits_everything_needs_no_chunk():
 def test_only_measured_requests_decide():
     # A warm-up that walks its 5 documents twice would need 12 blocks for its own hits.
     more = replace(SPEC, documents=5, seed=2)
-    warmup = [replace(request, phase="warmup") for request in build_workload(more).requests]
-    assert gpu_edge(build_workload(more).requests, TIERS, least_blocks=4).smallest == 12
+    warmup = [replace(request, phase="warmup") for request in build_workload(more)]
+    assert gpu_edge(build_workload(more), TIERS, least_blocks=4).smallest == 12
     edge = gpu_edge([*warmup, *REQUESTS], TIERS, least_blocks=4)
     assert edge.smallest == 8
     assert edge.endless == Served(computed=36, gpu_hit=24, host_loaded=0, is_full=True)
