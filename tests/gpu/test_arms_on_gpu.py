@@ -12,7 +12,7 @@ from harness.plan.experiment import installed_build
 from harness.record.journal import read_journal
 from servers.gpu.devices import survey
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(900)]
 
 # Four documents of 2,048 tokens (128 blocks, 8 chunks of LMCache's); 319 usable blocks hold two and
 # a half prompts, the host tier (2 GiB) all of them (4 x 224 MiB).

@@ -22,7 +22,7 @@ from servers.command import render
 from servers.ports import free_ports
 from servers.tiers.base import HostTier
 
-pytestmark = [pytest.mark.kit, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.kit, pytest.mark.alone, pytest.mark.timeout(1800)]
 
 STUBS = Path(__file__).parent / "stub"
 HOW = (

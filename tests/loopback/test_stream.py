@@ -21,6 +21,8 @@ from servers.fake.engine import output_ids
 from servers.fake.server import FakeServer
 from servers.fake.spec import FakeSpec
 
+pytestmark = pytest.mark.alone
+
 PROMPT = list(range(100, 180))
 SPEC = FakeSpec(model_name="m")
 
