@@ -4,9 +4,13 @@ Absent is not zero: what a series' table entry does not call "lazy" is never rea
 not exported.
 """
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.counters.errors import MissingSeries, ScrapeError
@@ -41,6 +45,36 @@ def parse(text: str, *, wanted: Iterable[Series], where: str) -> Samples:
     except ValueError as error:  # what the parser raises, for every kind of damage
         raise ScrapeError(f"{where} is not a Prometheus page: {error}") from error
     return samples
+
+
+@dataclass(frozen=True, slots=True)
+class HostPages:
+    """What LMCache publishes: its server, or its API inside vLLM. Each call asks anew.
+
+    ``model_name``: what our launch serves its model under.
+    """
+
+    url: str
+    wanted: tuple[Series, ...]
+    model_name: str
+    get: Callable[[str], httpx.Response]
+
+    @property
+    def where(self) -> str:
+        """Its counter page, for messages."""
+        return f"{self.url}/metrics"
+
+    def metrics(self) -> Samples:
+        """The samples of its page that the tier reads."""
+        return parse(self.get(self.where).text, wanted=self.wanted, where=self.where)
+
+    def status(self) -> Any:
+        """``GET /status``, its live state, as JSON."""
+        url = f"{self.url}/status"
+        try:
+            return self.get(url).json()
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ScrapeError(f"{url} is not JSON: {error}") from error
 
 
 def gauge_value(

@@ -5,19 +5,19 @@ and only final counters belong to the request before. vLLM's conditions are here
 the host tiers in ``harness.counters.tiers``.
 """
 
-import json
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import httpx
 
 from harness.counters.attribute import Snapshot
 from harness.counters.errors import CounterError, MissingSeries, ScrapeError, UnreachableError
 from harness.counters.pages import (
+    HostPages,
     Samples,
     counts,
     gauge_value,
@@ -28,7 +28,7 @@ from harness.counters.pages import (
 from harness.counters.tiers.base import HopelessError, HostReading, NotYetError, Rest, wait_if
 from harness.counters.tiers.registry import COUNTED
 from harness.measure.bounded_http import BoundedTransport
-from servers.series import KV_USAGE, PROCESS_START, VLLM_GAUGES, VLLM_SERIES, Series
+from servers.series import KV_USAGE, PROCESS_START, VLLM_GAUGES, VLLM_SERIES
 from sim.tiers.settings import TierKind
 
 POLL_S = 0.015
@@ -137,7 +137,9 @@ class Scraper:
         while True:
             remaining = end - time.monotonic()
             try:
-                after = self._look(before, progress, timeout_s=max(remaining, LAST_GET_TIMEOUT_S))
+                after = self._settled(
+                    before, progress, timeout_s=max(remaining, LAST_GET_TIMEOUT_S)
+                )
                 return Settled(after, (time.monotonic() - start) * 1e3, None)
             except (UnreachableError, HopelessError, MissingSeries) as error:
                 reason = str(error)
@@ -150,14 +152,14 @@ class Scraper:
         settle_ms = (time.monotonic() - start) * 1e3
         return Settled(self.read_or_none(LAST_GET_TIMEOUT_S), settle_ms, reason)
 
-    def _pages(self, timeout_s: float) -> "_Pages | None":
+    def _pages(self, timeout_s: float) -> HostPages | None:
         if self._host_url is None or self._tier is None:
             return None
         wanted = (*self._tier.host_series, *self._tier.gauges, PROCESS_START)
         get = partial(self._get, timeout_s=timeout_s)
-        return _Pages(self._host_url, wanted, self._model_name, get)
+        return HostPages(self._host_url, wanted, self._model_name, get)
 
-    def _look(
+    def _settled(
         self, before: Snapshot | None, progress: "_Progress", *, timeout_s: float
     ) -> Snapshot:
         """The settled reading, or NotYetError with the first condition that does not hold."""
@@ -233,30 +235,3 @@ class Scraper:
         if not response.content.strip():
             raise ScrapeError(f"GET {url} answered 200 with an empty page")
         return response
-
-
-@dataclass(frozen=True, slots=True)
-class _Pages:
-    """LMCache's pages of one look; see ``HostPages``."""
-
-    url: str
-    wanted: tuple[Series, ...]
-    model_name: str
-    get: Callable[[str], httpx.Response]
-
-    @property
-    def where(self) -> str:
-        """Its counter page, for messages."""
-        return f"{self.url}/metrics"
-
-    def metrics(self) -> Samples:
-        """The samples of its page that the tier reads."""
-        return parse(self.get(self.where).text, wanted=self.wanted, where=self.where)
-
-    def status(self) -> Any:
-        """Its live state."""
-        url = f"{self.url}/status"
-        try:
-            return self.get(url).json()
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ScrapeError(f"{url} is not JSON: {error}") from error

@@ -73,7 +73,6 @@ class ServedTier(ABC):
 
     def env(self, host: HostTier, ports: Ports) -> dict[str, str]:
         """What vLLM's process reads about the tier from its environment."""
-        del host, ports
         return {}
 
     @abstractmethod
@@ -90,7 +89,6 @@ class ServedTier(ABC):
 
     def wanted(self, host: HostTier) -> dict[str, object]:
         """What those facts must be beside the size."""
-        del host
         return {}
 
     @abstractmethod
@@ -99,7 +97,6 @@ class ServedTier(ABC):
 
     def seen_connector(self, name: str, log: str) -> str:
         """``name``, or what else ``log`` shows to have run under it."""
-        del log
         return name
 
 

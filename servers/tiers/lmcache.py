@@ -66,7 +66,6 @@ class LMCacheInProcess(ServedTier):
         Its adapter takes one KV cache group (LMCacheConnectorV1 has no SupportsHMA); vLLM would
         switch the hybrid manager off by itself, with a warning only.
         """
-        del host, ports, transfer
         return ["--disable-hybrid-kv-cache-manager", *transfer_config(self.connector)]
 
     def facts(self, asked: Asked) -> dict[str, Any]:
@@ -100,7 +99,6 @@ class LMCacheInProcess(ServedTier):
         return f"{name} of vLLM's own copy" if _VLLMS_COPY in log else name
 
     def play(self) -> Play:
-        """As ``InProcessPlay`` says."""
         return InProcessPlay()
 
 

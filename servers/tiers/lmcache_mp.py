@@ -48,7 +48,6 @@ class LMCacheServer(ServedTier):
 
     def flags(self, host: HostTier, ports: Ports, transfer: Transfer) -> list[str]:
         """The connector, and where and how it reaches the server."""
-        del host
         extra: dict[str, str | int] = {
             "lmcache.mp.host": f"tcp://{HOST}",
             "lmcache.mp.port": ports.connector,
@@ -112,7 +111,6 @@ class LMCacheServer(ServedTier):
         return name if _EXTERNAL in log else f"{name} of unknown origin"
 
     def play(self) -> Play:
-        """As ``ServerPlay`` says."""
         return ServerPlay()
 
 

@@ -24,7 +24,6 @@ class NativeOffload(ServedTier):
 
     def flags(self, host: HostTier, ports: Ports, transfer: Transfer) -> list[str]:
         """GiB over all ranks (``VllmConfig._post_init_kv_transfer_config``)."""
-        del ports, transfer
         return ["--kv-offloading-size", str(host.gib), "--kv-offloading-backend", "native"]
 
     def facts(self, asked: Asked) -> dict[str, Any]:
@@ -33,7 +32,6 @@ class NativeOffload(ServedTier):
         return {"host_bytes": None if size == "None" else host_bytes(float(size))}
 
     def play(self) -> Play:
-        """As ``NativePlay`` says."""
         return NativePlay()
 
 

@@ -27,7 +27,6 @@ class SimpleOffload(NativeOffload):
 
     def env(self, host: HostTier, ports: Ports) -> dict[str, str]:
         """What makes vLLM take it (``VllmConfig._post_init_kv_transfer_config``)."""
-        del host, ports
         return {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"}
 
     def facts(self, asked: Asked) -> dict[str, Any]:
@@ -36,7 +35,6 @@ class SimpleOffload(NativeOffload):
         return super().facts(asked) | {"host_blocks": None if blocks is None else int(blocks)}
 
     def play(self) -> Play:
-        """As ``SimplePlay`` says."""
         return SimplePlay()
 
 

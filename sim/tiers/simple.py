@@ -7,7 +7,6 @@ from sim.tiers.spec import TierModel, TierSpec
 
 
 def _open(spec: TierSpec) -> NoReturn:
-    del spec
     raise NotPredictable(
         "vLLM's simple CPU offload evicts in the order in which its copies end, which is a matter "
         "of timing"

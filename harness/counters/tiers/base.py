@@ -8,10 +8,9 @@ it loads follows from the tokens vLLM counts. What no counter tells stays None.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from harness.counters.errors import CounterError, ForeignTraffic
-from harness.counters.pages import Samples
+from harness.counters.pages import HostPages, Samples
 from servers.series import Series
 from sim.split import TokenSplit
 
@@ -73,24 +72,6 @@ def wait_if(reason: str | None) -> None:
         raise NotYetError(reason)
 
 
-class HostPages(Protocol):
-    """What LMCache publishes: its server, or its API inside vLLM. Each call asks anew."""
-
-    @property
-    def model_name(self) -> str:
-        """The name our launch serves its model under."""
-
-    @property
-    def where(self) -> str:
-        """The counter page, for messages."""
-
-    def metrics(self) -> Samples:
-        """The samples of its page that the tier reads."""
-
-    def status(self) -> Any:
-        """``GET /status``, as JSON."""
-
-
 @dataclass(frozen=True, slots=True)
 class HostReading:
     """One reading of a tier's own page: counters by our names, and the samples they come from."""
@@ -140,7 +121,6 @@ class CountedTier(ABC):
 
     def chunk_bytes(self, counters: Mapping[str, int]) -> int | None:
         """Bytes of one chunk by a reading's live state; None where that does not tell."""
-        del counters
         return None
 
     def read(self, pages: HostPages) -> HostReading:

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from harness.counters.errors import MissingSeries
-from harness.counters.pages import Samples
+from harness.counters.pages import HostPages, Samples
 from harness.counters.tiers.base import (
     CountedTier,
-    HostPages,
     HostReading,
     Measured,
     Rest,
@@ -44,7 +43,6 @@ class InProcessRest(Rest):
         before: Mapping[str, int],
     ) -> HostReading | None:
         """The reading, once it is."""
-        del vllm, counters, before
         assert pages is not None
         samples = pages.metrics()
         is_healthy = of_worker(samples, _HEALTHY, pages)
@@ -70,7 +68,6 @@ class InProcessCounts(CountedTier):
 
     def rest(self, model_name: str) -> Rest:
         """Healthy and unpinned."""
-        del model_name
         return InProcessRest()
 
     def measured(self, gpu: Measured, moved: Mapping[str, int], unit: Unit) -> Measured:
@@ -81,7 +78,6 @@ class InProcessCounts(CountedTier):
         on, whole chunks move (``start_load_kv``). What was stored is not known: only how many
         chunks are resident is, and stores evict.
         """
-        del moved
         split = gpu.split
         if split.host_loaded == 0:
             return replace(

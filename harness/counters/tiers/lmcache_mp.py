@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.counters.errors import CounterError, ForeignTraffic, MissingSeries
-from harness.counters.pages import Samples, counts, gauge_value
+from harness.counters.pages import HostPages, Samples, counts, gauge_value
 from harness.counters.tiers.base import (
     CountedTier,
     HopelessError,
-    HostPages,
     HostReading,
     Measured,
     NotYetError,
@@ -57,7 +56,6 @@ class ServerRest(Rest):
         before: Mapping[str, int],
     ) -> HostReading | None:
         """The reading, once it is."""
-        del vllm, counters
         assert pages is not None
         state = server_state(pages.status())
         wait_if(state.reason())
@@ -118,7 +116,6 @@ class ServerCounts(CountedTier):
 
     def rest(self, model_name: str) -> Rest:
         """State, bus and counters, in that order."""
-        del model_name
         return ServerRest()
 
     def chunk_bytes(self, counters: Mapping[str, int]) -> int | None:

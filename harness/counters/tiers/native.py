@@ -4,10 +4,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from harness.counters.pages import Samples, gauge_values
+from harness.counters.pages import HostPages, Samples, gauge_values
 from harness.counters.tiers.base import (
     CountedTier,
-    HostPages,
     HostReading,
     Measured,
     NotYetError,
@@ -47,12 +46,13 @@ class OffloadRest(Rest):
         before: Mapping[str, int],
     ) -> HostReading | None:
         """Until it is; vLLM's page has everything."""
-        del pages, before
         values = gauge_values(vllm, self.gauges, self.model_name)
-        self.look(values, counters, now=time.monotonic())
+        self.check_state(values, counters, now=time.monotonic())
         return None
 
-    def look(self, gauges: Mapping[str, float], counters: Mapping[str, int], *, now: float) -> None:
+    def check_state(
+        self, gauges: Mapping[str, float], counters: Mapping[str, int], *, now: float
+    ) -> None:
         """Raise NotYetError until it is; ``now`` in seconds of a clock that never goes back."""
         seen = (*sorted(gauges.items()), *sorted(counters.items()))
         if seen != self.seen:

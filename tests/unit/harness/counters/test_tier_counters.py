@@ -232,29 +232,29 @@ WRITE = "vllm:kv_offload_cpu_cache_write_usage_perc"
 def test_offloading_is_at_rest_when_the_same_idle_state_is_seen_twice() -> None:
     rest = OffloadRest(native.TIER.gauges, "m")
     with pytest.raises(NotYetError, match="not seen twice"):
-        rest.look({WRITE: 0.0}, {"native_store_bytes": 5}, now=0.0)
+        rest.check_state({WRITE: 0.0}, {"native_store_bytes": 5}, now=0.0)
     with pytest.raises(NotYetError, match="not seen twice"):  # a store was still counted
-        rest.look({WRITE: 0.0}, {"native_store_bytes": 9}, now=0.1)
-    rest.look({WRITE: 0.0}, {"native_store_bytes": 9}, now=0.2)
+        rest.check_state({WRITE: 0.0}, {"native_store_bytes": 9}, now=0.1)
+    rest.check_state({WRITE: 0.0}, {"native_store_bytes": 9}, now=0.2)
 
 
 def test_a_busy_gauge_that_stands_still_is_waited_for_no_longer_than_its_grace() -> None:
     rest = OffloadRest(native.TIER.gauges, "m")
     busy = {WRITE: 0.25}
     with pytest.raises(NotYetError):
-        rest.look(busy, {}, now=10.0)
+        rest.check_state(busy, {}, now=10.0)
     with pytest.raises(NotYetError, match=f"{WRITE} is 0.25"):
-        rest.look(busy, {}, now=10.0 + OFFLOAD_GRACE_S - 0.01)
-    rest.look(busy, {}, now=10.0 + OFFLOAD_GRACE_S)
+        rest.check_state(busy, {}, now=10.0 + OFFLOAD_GRACE_S - 0.01)
+    rest.check_state(busy, {}, now=10.0 + OFFLOAD_GRACE_S)
 
 
 def test_a_busy_gauge_that_moves_starts_its_grace_again() -> None:
     rest = OffloadRest(native.TIER.gauges, "m")
     for now, share in ((0.0, 0.5), (0.9, 0.4), (1.8, 0.3)):
         with pytest.raises(NotYetError):
-            rest.look({WRITE: share}, {}, now=now)
+            rest.check_state({WRITE: share}, {}, now=now)
     with pytest.raises(NotYetError):
-        rest.look({WRITE: 0.3}, {}, now=2.7)
+        rest.check_state({WRITE: 0.3}, {}, now=2.7)
 
 
 def test_gauges_of_other_models_and_of_other_tiers_are_not_read() -> None:
