@@ -7,7 +7,7 @@ Charts are plain Vega-Lite documents; vl-convert renders them without a browser.
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,21 @@ def on_paper(chart: Chart, title: str | Sequence[str], about: str | Sequence[str
     # An image has no colour around it to take over; a picture inside a dark page has a light one.
     inked: Chart = json.loads(json.dumps(whole).replace('"currentColor"', f'"{INK}"'))
     return inked
+
+
+_KINDS = {"Q": "quantitative", "N": "nominal", "O": "ordinal", "T": "temporal"}
+
+
+def of(field: str, title: str | None = None, **more: Any) -> Chart:
+    """What a channel shows: a field with its kind, as ``share:Q``."""
+    name, _, kind = field.partition(":")
+    titled = {} if title is None else {"title": title}
+    return {"field": name, "type": _KINDS[kind], **titled, **more}
+
+
+def colour_scale(colours: Mapping[str, str]) -> Chart:
+    """The colour, or the shape, of each name."""
+    return {"domain": list(colours), "range": list(colours.values())}
 
 
 def layer(values: Sequence[Any], mark: Chart, **encoding: Any) -> Chart:

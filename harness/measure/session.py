@@ -5,10 +5,10 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from harness.errors import InputError
 from harness.files import write_lines
 from harness.measure.progress import RunProgress
 from harness.measure.replay import SessionContext, replay
@@ -59,12 +59,8 @@ def _set_aside(journal: Path) -> None:
     """Keep what a cut-short session measured under a name that no reader takes for a session."""
     if not journal.exists():
         return
-    for attempt in range(1, 1000):
-        kept = journal.with_name(f"cut-{attempt}-{journal.name}")
-        if not kept.exists():
-            journal.rename(kept)
-            return
-    raise InputError(f"{journal.parent} holds 999 cut-short attempts at {journal.name}")
+    names = (journal.with_name(f"cut-{attempt}-{journal.name}") for attempt in count(1))
+    journal.rename(next(name for name in names if not name.exists()))
 
 
 def _measure(

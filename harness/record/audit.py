@@ -16,7 +16,10 @@ def contradiction(row: Row, last: Row | None) -> str | None:
     if problem := _in_answer(row) or _in_sources(row) or _in_place(row, last):
         return problem
     if last is None:
-        return _in_server(row)
+        unit, n_bytes = row.chunk_tokens, row.chunk_bytes
+        if n_bytes is not None and (not unit or n_bytes < unit or n_bytes % unit):
+            return f"chunk_bytes {n_bytes} is no whole number of bytes for each of {unit} tokens"
+        return None
     if None not in (last.counters_after, row.counters_before) and (
         last.counters_after != row.counters_before
     ):
@@ -45,14 +48,6 @@ def _in_place(row: Row, last: Row | None) -> str | None:
         return f"phase is {row.phase!r} in pass {row.pass_name!r}"
     if row.doc_tokens > row.prompt_tokens:
         return f"doc_tokens {row.doc_tokens} is more than prompt_tokens {row.prompt_tokens}"
-    return None
-
-
-def _in_server(row: Row) -> str | None:
-    """What the tier's unit contradicts."""
-    unit, n_bytes = row.chunk_tokens, row.chunk_bytes
-    if n_bytes is not None and (not unit or n_bytes < unit or n_bytes % unit):
-        return f"chunk_bytes {n_bytes} is no whole number of bytes for each of {unit} tokens"
     return None
 
 

@@ -6,7 +6,7 @@ Arms differ in shape as well as colour (``harness.vocabulary``).
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.charting import FADED, FONT_SIZE, Chart, layer, log_ticks, on_page
+from harness.charting import FADED, FONT_SIZE, Chart, colour_scale, layer, log_ticks, of, on_page
 from harness.forecast.cliff import Cliff, CliffPoint
 from harness.plan.arms import BASELINE, CONTROL
 from harness.vocabulary import (
@@ -21,7 +21,6 @@ from harness.vocabulary import (
 )
 
 Rows = Sequence[Mapping[str, Any]]
-_KINDS = {"Q": "quantitative", "N": "nominal", "O": "ordinal", "T": "temporal"}
 _KEY: Chart = {"orient": "top", "title": None}
 
 
@@ -43,7 +42,7 @@ def ttft_spec(
     place = {
         "x": _counted("n:Q", "request in the pass"),
         "y": _log("ttft:Q", "TTFT, ms (log)", domain),
-        "tooltip": [_of(f"{name}:N", title) for name, title in _TTFT_TOOLTIP],
+        "tooltip": [of(f"{name}:N", title) for name, title in _TTFT_TOOLTIP],
     }
     good, bad = ([v for v in values if v["failed"] is failed] for failed in (False, True))
     point = {"type": "point", "filled": True, "size": 42, "opacity": 0.85}
@@ -71,11 +70,11 @@ def paired_spec(
     place = {
         "x": _counted("doc:Q", "document"),
         "tooltip": [
-            _of("doc:Q", "document"),
-            _of("ratio:Q", quotient, format=".3f"),
-            _of("low:Q", format=".3f"),
-            _of("high:Q", format=".3f"),
-            _of("n_blocks:Q", "blocks"),
+            of("doc:Q", "document"),
+            of("ratio:Q", quotient, format=".3f"),
+            of("low:Q", format=".3f"),
+            of("high:Q", format=".3f"),
+            of("n_blocks:Q", "blocks"),
         ],
     }
     levels = [(1.0, [1, 0])]
@@ -106,34 +105,34 @@ def sources_spec(values: Rows, *, seqs: Sequence[int], legend: bool) -> Chart:
     bars = layer(
         values,
         {"type": "bar"},
-        x=_of("seq:O", "request of the session", axis=sparse),
-        y=_of("signed:Q", "predicted · measured", axis=signed),
-        color=_of("source:N", scale=_scale(colours), legend=_KEY if legend else None),
+        x=of("seq:O", "request of the session", axis=sparse),
+        y=of("signed:Q", "predicted · measured", axis=signed),
+        color=of("source:N", scale=colour_scale(colours), legend=_KEY if legend else None),
         tooltip=[
-            _of("where:N", "request"),
-            _of("kind:N"),
-            _of("source:N"),
-            _of("tokens:Q", format=","),
+            of("where:N", "request"),
+            of("kind:N"),
+            of("source:N"),
+            of("tokens:Q", format=","),
         ],
     )
     zero = {"type": "rule", "color": "currentColor", "strokeWidth": 1.5}
-    return on_page({"layer": [bars, layer([{"zero": 0}], zero, y=_of("zero:Q"))]}, height=140)
+    return on_page({"layer": [bars, layer([{"zero": 0}], zero, y=of("zero:Q"))]}, height=140)
 
 
 def cliff_spec(curve: Cliff, *, arms: Mapping[str, Mark], legend: bool) -> Chart:
     """Predicted shares as lines, measured ones as marks, this plan and the working set as rules."""
     size = "GPU tier, tokens"
     marks = _arm_encoding(arms, legend)
-    x = _of("gpu_tokens:Q", size, axis={"format": "~s", "grid": False, "tickCount": 7})
+    x = of("gpu_tokens:Q", size, axis={"format": "~s", "grid": False, "tickCount": 7})
     share = f"{curve.pass_name}: share computed"
     axis = {"format": ".0%", "tickCount": 5}
     place = {
         "x": x,
-        "y": _of("share:Q", share, axis=axis, scale={"domain": [0, 1]}),
+        "y": of("share:Q", share, axis=axis, scale={"domain": [0, 1]}),
         "tooltip": [
-            _of("arm:N"),
-            _of("gpu_tokens:Q", size, format=","),
-            _of("share:Q", "computed", format=".2%"),
+            of("arm:N"),
+            of("gpu_tokens:Q", size, format=","),
+            of("share:Q", "computed", format=".2%"),
         ],
     }
     named = [
@@ -146,7 +145,7 @@ def cliff_spec(curve: Cliff, *, arms: Mapping[str, Mark], legend: bool) -> Chart
     layers = [
         layer(_shares(curve.points), line, **place, color=marks["color"]),
         layer(named, _rule(strokeDash=[4, 4]), x=x),
-        layer(named, word | {"fontSize": FONT_SIZE}, x=x, y={"value": 4}, text=_of("what:N")),
+        layer(named, word | {"fontSize": FONT_SIZE}, x=x, y={"value": 4}, text=of("what:N")),
         layer(_shares(curve.measured), point, **place, **marks),
     ]
     return on_page({"layer": layers}, height=240)
@@ -164,37 +163,26 @@ def timeline_spec(
     bars = layer(
         spans,
         {"type": "bar", "height": {"band": 0.7}},
-        x=_of("began_unix_ms:T", "time (UTC)", scale={"type": "utc"}, axis=clock),
+        x=of("began_unix_ms:T", "time (UTC)", scale={"type": "utc"}, axis=clock),
         x2={"field": "ended_unix_ms"},
-        y=_of("session:N", sort=None) | {"title": None},
-        color=_of(
-            "phase:N", scale=_scale(colours), legend=_KEY | {"columns": 3} if legend else None
+        y=of("session:N", sort=None) | {"title": None},
+        color=of(
+            "phase:N", scale=colour_scale(colours), legend=_KEY | {"columns": 3} if legend else None
         ),
-        tooltip=[_of("session:N"), _of("phase:N")],
+        tooltip=[of("session:N"), of("phase:N")],
     )
     return on_page(bars, height=34 * n_sessions + 10)
-
-
-def _of(field: str, title: str | None = None, **more: Any) -> Chart:
-    """What a channel shows: a field with its kind, as ``share:Q``."""
-    name, _, kind = field.partition(":")
-    titled = {} if title is None else {"title": title}
-    return {"field": name, "type": _KINDS[kind], **titled, **more}
 
 
 def _counted(field: str, title: str) -> Chart:
     """An axis of whole numbers."""
     scale = {"zero": False, "nice": False, "padding": 10}
-    return _of(field, title, scale=scale, axis={"tickMinStep": 1, "grid": False})
+    return of(field, title, scale=scale, axis={"tickMinStep": 1, "grid": False})
 
 
 def _log(field: str, title: str, domain: Sequence[float]) -> Chart:
     scale = {"type": "log", "domain": list(domain), "nice": False}
-    return _of(field, title, scale=scale, axis={"format": ",~g", "values": log_ticks(*domain)})
-
-
-def _scale(colours: Mapping[str, str]) -> Chart:
-    return {"domain": list(colours), "range": list(colours.values())}
+    return of(field, title, scale=scale, axis={"format": ",~g", "values": log_ticks(*domain)})
 
 
 def _rule(**style: Any) -> Chart:
@@ -205,9 +193,9 @@ def _rule(**style: Any) -> Chart:
 def _arm_encoding(arms: Mapping[str, Mark], legend: bool) -> dict[str, Chart]:
     """Channels ``color`` and ``shape``."""
     key = _KEY if legend else None
-    colours = _scale({arm: mark.colour for arm, mark in arms.items()})
-    shapes = _scale({arm: mark.shape for arm, mark in arms.items()})
+    colours = colour_scale({arm: mark.colour for arm, mark in arms.items()})
+    shapes = colour_scale({arm: mark.shape for arm, mark in arms.items()})
     return {
-        "color": _of("arm:N", scale=colours, legend=key),
-        "shape": _of("arm:N", scale=shapes, legend=key),
+        "color": of("arm:N", scale=colours, legend=key),
+        "shape": of("arm:N", scale=shapes, legend=key),
     }

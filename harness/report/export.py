@@ -59,11 +59,10 @@ def export(run: Path, form: str, out: Path) -> list[Path]:
 
 def _write_csv(rows: Sequence[Row], out: Path) -> list[Path]:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
     for row in rows:
-        record = row.model_dump(by_alias=True)
-        writer.writerow([_unarmed(record[name]) for name in COLUMNS])
+        writer.writerow({n: _unarmed(v) for n, v in row.model_dump(by_alias=True).items()})
     write_atomically(out, text.getvalue())
     return [out]
 

@@ -113,11 +113,7 @@ class Watcher:
 
 
 def watch(
-    run: Path,
-    show: Callable[[View], None],
-    *,
-    interval_s: float = FRESH_S,
-    pause: Callable[[float], None] = time.sleep,
+    run: Path, show: Callable[[View], None], *, pause: Callable[[float], None] = time.sleep
 ) -> View:
     """Call ``show`` with every new view until the run is complete or nobody measures it."""
     watcher = Watcher(run)
@@ -126,4 +122,4 @@ def watch(
         show(view)
         if view.is_complete or not view.is_running:
             return view
-        pause(interval_s)
+        pause(FRESH_S)

@@ -2,31 +2,23 @@
 
 from collections.abc import Sequence
 
-from harness.charting import Chart, layer, log_ticks
+from harness.charting import Chart, layer, log_ticks, of
 from harness.traces.load import Loaded
 from harness.vocabulary import PAPER
 
 
 def share_axis(title: str, top: float) -> Chart:
     """An axis of shares from 0 to ``top``, with ticks up to 100 %."""
-    return {
-        "field": "share",
-        "type": "quantitative",
-        "scale": {"domain": [0, top], "nice": False},
-        "axis": {"format": "~%", "title": title, "tickCount": 6,
-                 "values": [tick for tick in _even_ticks(top) if tick <= 1]},
-    }  # fmt: skip
+    step = next(step for step in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2) if top / step <= 6.5)
+    ticks = [round(k * step, 4) for k in range(int(min(top, 1) / step + 1e-9) + 1)]
+    axis = {"format": "~%", "title": title, "tickCount": 6, "values": ticks}
+    return of("share:Q", scale={"domain": [0, top], "nice": False}, axis=axis)
 
 
 def nice_bound(share: float) -> float:
     """Upper end of an axis of shares: room for a line of text above ``share``, at most 1.1."""
     return next(bound for bound in (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6,
                                     0.7, 0.8, 0.9, 1.0, 1.1) if bound >= min(share * 1.08, 1.1))  # fmt: skip
-
-
-def _even_ticks(top: float) -> list[float]:
-    step = next(step for step in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2) if top / step <= 6.5)
-    return [round(k * step, 4) for k in range(int(top / step + 1e-9) + 1)]
 
 
 def tokens_axis(title: str, loaded: Loaded, tokens: Sequence[float]) -> Chart:
@@ -41,12 +33,7 @@ def tokens_axis(title: str, loaded: Loaded, tokens: Sequence[float]) -> Chart:
         label["labelExpr"] = (
             f"[format(datum.value, '~s'), format(datum.value * {per_token!r}, ',.2~r') + ' GiB']"
         )
-    return {
-        "field": "tokens",
-        "type": "quantitative",
-        "scale": {"type": "log", "nice": False, "domain": [low, high]},
-        "axis": label,
-    }
+    return of("tokens:Q", scale={"type": "log", "nice": False, "domain": [low, high]}, axis=label)
 
 
 def kv(loaded: Loaded, tokens: int, tier: str) -> str:

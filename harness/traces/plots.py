@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from harness.charting import FADED, HEIGHT, WIDTH, Chart, layer, on_paper
+from harness.charting import FADED, HEIGHT, WIDTH, Chart, colour_scale, layer, of, on_paper
 from harness.errors import InputError
 from harness.traces.axes import kv, nice_bound, rimmed, share_axis, sizes, tokens_axis
 from harness.traces.curve import CurveRun
@@ -191,11 +192,10 @@ def sources(run: SurfaceRun) -> Chart:
     ]  # fmt: skip
     x = tokens_axis("host KV capacity", loaded, [row["tokens"] for row in rows])
     y = share_axis("prompt tokens by source", 1.0) | {"stack": "zero"}
-    color = {"field": "source", "type": "nominal", "legend": {"title": None},
-             "scale": {"domain": [source.word for source in SOURCES],
-                       "range": [source.colour for source in SOURCES]}}  # fmt: skip
-    area = layer(rows, {"type": "area", "interpolate": "step-after"}, x=x, y=y, color=color,
-                  order={"field": "order", "type": "quantitative"})  # fmt: skip
+    colours = colour_scale({source.word: source.colour for source in SOURCES})
+    color = of("source:N", legend={"title": None}, scale=colours)
+    mark = {"type": "area", "interpolate": "step-after"}
+    area = layer(rows, mark, x=x, y=y, color=color, order=of("order:Q"))
     most = points[-1]
     said = (
         f"{kv(loaded, capacities[0] * block, 'GPU')} serve {most['gpu_hit_tokens'] / total:.1%} of "
@@ -223,13 +223,15 @@ def heat_map(run: SurfaceRun) -> Chart:
     y = tokens_axis("host KV capacity", loaded, [end for pair in host.values() for end in pair])
     x, y = x | {"field": "x"}, y | {"field": "y"}
     shares = [cell["served"] for cell in cells]
-    served = {
-        "field": "served",
-        "type": "quantitative",
-        "scale": {"range": list(NOT_COMPUTED), "domain": [min(shares), max(*shares, min(shares) + 0.01)]},
-        "legend": {"format": ".1~%", "title": ["prompt tokens", "not computed"],
-                   "gradientLength": 200},
-    }  # fmt: skip
+    served = of(
+        "served:Q",
+        scale={"range": NOT_COMPUTED, "domain": [min(shares), max(*shares, min(shares) + 0.01)]},
+        legend={
+            "format": ".1~%",
+            "title": ["prompt tokens", "not computed"],
+            "gradientLength": 200,
+        },
+    )
     rects = layer(_overlapping(cells, x, y), {"type": "rect", "clip": True}, x=x, y=y,
                    x2={"field": "x2"}, y2={"field": "y2"}, color=served)  # fmt: skip
     gpu_alone, host_alone = run.alone()
@@ -246,15 +248,10 @@ def heat_map(run: SurfaceRun) -> Chart:
 def _borders(capacities: Sequence[int]) -> dict[int, tuple[float, float]]:
     """Where each capacity's cell begins and ends on a log axis: half way to its neighbours."""
     logs = np.log(np.array(capacities, dtype=np.float64))
-    middles = (logs[1:] + logs[:-1]) / 2
-    low = np.concatenate([logs[:1], middles])
-    high = np.concatenate([middles, logs[-1:]])
+    ends = [logs[0], *(logs[1:] + logs[:-1]) / 2, logs[-1]]
     if len(logs) == 1:
-        low, high = logs - 0.1, logs + 0.1
-    return {
-        c: (float(a), float(b))
-        for c, a, b in zip(capacities, np.exp(low), np.exp(high), strict=True)
-    }
+        ends = [logs[0] - 0.1, logs[0] + 0.1]
+    return dict(zip(capacities, pairwise(np.exp(ends).tolist()), strict=True))
 
 
 def _overlapping(cells: Sequence[Chart], x: Chart, y: Chart) -> list[Chart]:
@@ -294,8 +291,7 @@ def _contours(cells: Sequence[Chart], x: Chart, y: Chart, *, target: float) -> l
         width = 2.5 if level == target else 1.0
         for style in ({"color": PAPER, "strokeWidth": width + 2, "opacity": FADED},
                       {"color": INK, "strokeWidth": width}):  # fmt: skip
-            layers.append(layer(path, {"type": "line", **style}, x=x, y=y,
-                                 order={"field": "at", "type": "quantitative"}))  # fmt: skip
+            layers.append(layer(path, {"type": "line", **style}, x=x, y=y, order=of("at:Q")))
         height = float((np.log(path[0]["y"]) - low) / (high - low) * HEIGHT)
         if all(abs(height - other) > _LINE for other in heights):
             heights.append(height)

@@ -41,8 +41,7 @@ def decide(
     because = "; ".join(reason.message for reason in reasons)
     if not reasons and evidence is not None:
         verdict, code, because = _verdict(rule, evidence)
-        if verdict == "not decided":
-            reasons = [Reason(code=code, message=because)]
+        reasons = [Reason(code=code, message=because)] if code else []
     return Decision(
         claim=_claim(rule, statistics, name),
         pass_name=name,
@@ -100,25 +99,15 @@ def _verdict(rule: DecisionSection, evidence: DecisionEvidence) -> tuple[Verdict
     )
     spread = f"{low:.3f} to {high:.3f} is the {evidence.interval}"
     if low >= threshold:
-        return (
-            "supported",
-            "",
-            f"The low end {low:.2f} reaches {threshold:.2f}{of_noise}; {spread}",
-        )
+        because = f"The low end {low:.2f} reaches {threshold:.2f}{of_noise}; {spread}"
+        return "supported", "", because
+    least = f"{rule.min_ratio:g}"
     if high < rule.min_ratio:
-        return "not supported", "", f"The high end {high:.3f} is below {rule.min_ratio:g}; {spread}"
+        return "not supported", "", f"The high end {high:.3f} is below {least}; {spread}"
     if low < rule.min_ratio:
-        return (
-            "not decided",
-            "blocks-disagree",
-            f"{rule.min_ratio:g} lies inside the spread; {spread}",
-        )
-    return (
-        "not decided",
-        "within-noise",
-        f"The low end {low:.3f} is above {rule.min_ratio:g} but not above {threshold:.3f}"
-        f"{of_noise}; {spread}",
-    )
+        return "not decided", "blocks-disagree", f"{least} lies inside the spread; {spread}"
+    above = f"is above {least} but not above {threshold:.3f}{of_noise}"
+    return "not decided", "within-noise", f"The low end {low:.3f} {above}; {spread}"
 
 
 def _obstacles(

@@ -214,26 +214,20 @@ def _measured_shares(plan: Plan, statistics: Statistics, pass_name: str) -> Iter
 
 def _on_its_server(session: SessionSummary, server: SessionRecord) -> SessionSummary:
     """The session with what the manifest says of its server, start and stop included."""
-    spans = [*_starting(server), *session.spans, *_stopping(server, session)]
+    spans = list(session.spans)
+    if server.ended is not None and spans:
+        # The manifest has whole seconds, the rows nanoseconds.
+        began, ended = spans[-1].ended_unix_ms, _unix_ms(server.ended)
+        spans.append(Span(phase="stop", began_unix_ms=began, ended_unix_ms=max(began, ended)))
+    if server.started is not None and server.start_s is not None:  # None: it never answered
+        began = _unix_ms(server.started)
+        ended = began + server.start_s * 1000
+        spans.insert(0, Span(phase="start", began_unix_ms=began, ended_unix_ms=ended))
     return session.model_copy(update={"server": server.as_json(), "spans": spans})
 
 
-def _starting(server: SessionRecord) -> list[Span]:
-    """From the launch to the first answer, as a span; nothing for a server that never answered."""
-    if server.started is None or server.start_s is None:
-        return []
-    began = datetime.fromisoformat(server.started).timestamp() * 1000
-    ended = began + server.start_s * 1000
-    return [Span(phase="start", began_unix_ms=began, ended_unix_ms=ended)]
-
-
-def _stopping(server: SessionRecord, session: SessionSummary) -> list[Span]:
-    if server.ended is None or not session.spans:
-        return []
-    began = session.spans[-1].ended_unix_ms
-    ended = datetime.fromisoformat(server.ended).timestamp() * 1000
-    # The manifest has whole seconds, the rows nanoseconds.
-    return [Span(phase="stop", began_unix_ms=began, ended_unix_ms=max(began, ended))]
+def _unix_ms(time: str) -> float:
+    return datetime.fromisoformat(time).timestamp() * 1000
 
 
 def sizes_of(plan: Plan, chunk_bytes: int | None) -> Sizes:

@@ -86,9 +86,6 @@ def _timeline(statistics: Statistics) -> str:
         return ""
     began = min(span.began_unix_ms for span in spans)
     ended = max(span.ended_unix_ms for span in spans)
-    n = len(sessions)
-    return f"{n} session{'s' if n > 1 else ''} in {_duration((ended - began) / 1e3)}."
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+    seconds = (ended - began) / 1e3
+    duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+    return f"{len(sessions)} session{'s' if len(sessions) > 1 else ''} in {duration}."
