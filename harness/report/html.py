@@ -15,7 +15,6 @@ from typing import Any
 import vl_convert
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
-from pydantic import BaseModel
 
 from harness.charting import VEGA_LITE, on_paper, save
 from harness.errors import InputError
@@ -82,7 +81,8 @@ def _render(summary: Summary, reconciliation: ReconcileFile, share: int) -> str:
     """The page with one ``share``-th of the marks and rows it may have."""
     found = figures(summary, reconciliation, most=MOST_MARKS // share)
     shown = thinned(reconciliation.requests, _MOST_REQUESTS // share)
-    number = _number({"s": summary, "r": reconciliation})
+    listed = reconciliation.model_dump(by_alias=True, exclude={"requests"})
+    number = _number({"s": summary.model_dump(by_alias=True), "r": listed})
     return _template("report.html").render(
         s=summary,
         r=reconciliation,
@@ -102,7 +102,7 @@ def _render(summary: Summary, reconciliation: ReconcileFile, share: int) -> str:
         css=Markup(_page_colours() + _asset("report.css")),  # ours, not data
         script=Markup(_asset("report.js")),
         vega=Markup(_vega()),
-        specs=_inline_json([figure.spec for figure in found]),
+        specs=[figure.spec for figure in found],
     )
 
 
@@ -144,16 +144,8 @@ def _vega() -> str:
     """Vega, Vega-Lite and the embedder as one script, from the installed vl-convert."""
     # The snippet keeps the bundler from dropping what nothing else uses.
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", VEGA_LITE)
-    if "</script" in bundle.lower() or "<!--" in bundle:
-        # Inside a script element these would end it, or hide its end.
-        bundle = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-    return bundle
-
-
-def _inline_json(content: Any) -> Markup:
-    """JSON for a script element: no text in it can end the element."""
-    text = json.dumps(content, allow_nan=False)
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+    # Inside a script element these would end it, or hide its end.
+    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def _by_kind(found: Iterable[Figure]) -> dict[str, list[tuple[int, Figure]]]:
@@ -201,20 +193,11 @@ def _span(
 
 def _step(value: Any, step: Any) -> Any:
     """One step of a pointer; what is absent is None."""
-    if isinstance(value, BaseModel):
-        name = _names(type(value)).get(step)
-        return None if name is None else getattr(value, name)
     if isinstance(value, Mapping):
         return value.get(step)
     if isinstance(value, list) and isinstance(step, int) and step < len(value):
         return value[step]
     return None
-
-
-@cache
-def _names(shape: type[BaseModel]) -> dict[str, str]:
-    """The attribute that holds each key of the file."""
-    return {field.alias or name: name for name, field in shape.model_fields.items()}
 
 
 def _ms(value: float) -> str:

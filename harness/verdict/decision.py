@@ -77,11 +77,7 @@ def _evidence(rule: DecisionSection, statistics: Statistics, name: str) -> Decis
     if pairs.interval_kind == "range" and noise is not None:
         threshold *= noise**NOISE_POWER
     return DecisionEvidence(
-        ratio=pairs.ratio,
-        low=pairs.low,
-        high=pairs.high,
-        interval=pairs.interval,
-        interval_kind=pairs.interval_kind,
+        **pairs.model_dump(include={"ratio", "low", "high", "interval", "interval_kind"}),
         n_blocks=len(pairs.blocks),
         n_documents=pairs.n_documents,
         n_pairs=sum(block.n for block in pairs.blocks),

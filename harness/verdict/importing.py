@@ -4,7 +4,7 @@ What the file does not say stays unknown: no prediction, no residual, hence no v
 """
 
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,7 +100,7 @@ def import_rows(source: Path, results: Path) -> Path:
     }
     # Before anything is written: a row these cannot take must leave no half-made folder.
     summary = _summary(folder.name, plan_id, walk.rows(), environment)
-    if not walk.groups:
+    if not walk.account.recorded:
         raise InputError(f"{source} has no row")
     reconciliation = _reconciliation(folder.name, walk)
     folder.create()
@@ -137,12 +137,14 @@ def _reconciliation(run: str, walk: "_Walk") -> ReconcileFile:
         schema_version=SCHEMA,
         run=run,
         requests_planned=0,
-        requests_recorded=walk.groups.total(),
+        requests_recorded=walk.account.recorded,
         requests_reconciled=0,
         findings=walk.account.findings(),
         requests=walk.listed.entries,
         every=walk.listed.every,
-        by_pass=by_pass({key: PassAccount(n, n) for key, n in walk.groups.items()}),
+        by_pass=by_pass(
+            {of: PassAccount(len(met), len(met)) for of, met in walk.account.documents.items()}
+        ),
         not_predicted=[],
     )
 
@@ -156,13 +158,12 @@ class _Walk:
 
     def __init__(self, source: Path) -> None:
         self.account = ImportAccount()
-        self.groups: Counter[tuple[str, str]] = Counter()
         self.listed = Listed(sum(1 for _ in numbered_lines(source)), _BLOCK_SIZE)
         self._source = source
-        self._names = _Names()
         self._seqs: Counter[str] = Counter()
-        self._seen: dict[tuple[str, str], Counter[int | str]] = {}
-        self._once: dict[tuple[str, str], set[int | str]] = {}
+        self._seen: dict[tuple[str, str], Counter[int | str]] = defaultdict(Counter)
+        self._firsts: dict[str, tuple[int, ForeignRow]] = {}  # by session: its place, its first row
+        self._documents: dict[int | str, int] = {}  # of numbers, the first alone
 
     def rows(self) -> Iterator[Sample]:
         """Every row in file order; InputError with file, line and field."""
@@ -174,17 +175,16 @@ class _Walk:
             row = self._row(foreign, where)
             self.account.add(row, foreign.run)
             self.listed.add(row.key, row)
-            self.groups[row.session, row.pass_name] += 1
             yield row
 
     def _row(self, foreign: ForeignRow, where: str) -> Sample:
-        session = self._session(foreign, where)
-        first_seen = self._names.order(session, foreign, where)
+        session = foreign.session or self._assumed_session(foreign)
+        first_seen = self._order(session, foreign, where)
         self._seqs[session] += 1
         return Sample(
             config=foreign.config,
             pass_name=foreign.pass_name,
-            doc=self._names.document(foreign.doc, where),
+            doc=self._document(session, foreign, where),
             doc_tokens=foreign.doc_tokens,
             ttft_ms=foreign.ttft_ms,
             total_ms=foreign.total_ms,
@@ -205,39 +205,13 @@ class _Walk:
             sent_unix_ns=foreign.sent_unix_ns,
         )
 
-    def _session(self, row: ForeignRow, where: str) -> str:
-        """The row's session, given or assumed; InputError for a request met before."""
-        if row.session is None:
-            self.account.is_assumed = True
-            seen = self._seen.setdefault((row.config, row.pass_name), Counter())
-            seen[row.doc] += 1
-            return f"{row.config}-{seen[row.doc]}"
-        met = self._once.setdefault((row.session, row.pass_name), set())
-        if row.doc in met:
-            raise InputError(
-                f"{where}: document {row.doc!r} comes twice in {row.pass_name!r} of session "
-                f"{row.session!r}",
-                hint="one server measures a document once in a pass: name sessions and passes apart",
-            )
-        met.add(row.doc)
-        return row.session
+    def _assumed_session(self, row: ForeignRow) -> str:
+        self.account.is_assumed = True
+        seen = self._seen[row.config, row.pass_name]
+        seen[row.doc] += 1
+        return f"{row.config}-{seen[row.doc]}"
 
-
-def _error_of(row: ForeignRow) -> str | None:
-    error = row.error or ("the file does not say why" if row.has_failed else None)
-    if error is not None and len(error) > _LONGEST_ERROR:
-        return error[:_LONGEST_ERROR] + "…"
-    return error
-
-
-class _Names:
-    """What sessions and documents of a foreign file have been called so far."""
-
-    def __init__(self) -> None:
-        self._firsts: dict[str, tuple[int, ForeignRow]] = {}  # by session: its place, its first row
-        self._documents: dict[int | str, int] = {}  # of numbers, the first alone
-
-    def order(self, session: str, row: ForeignRow, where: str) -> int:
+    def _order(self, session: str, row: ForeignRow, where: str) -> int:
         """The session's place by first appearance; InputError when rows contradict each other."""
         _, first_of_all = next(iter(self._firsts.values()), (1, row))
         for name in ("session", "order"):
@@ -263,17 +237,31 @@ class _Names:
             )
         return place
 
-    def document(self, doc: int | str, where: str) -> int:
-        """A number for the document; InputError when numbers and texts are mixed."""
+    def _document(self, session: str, row: ForeignRow, where: str) -> int:
+        """The document's number; InputError when met before, or where others are named by texts."""
+        doc = row.doc
         if type(next(iter(self._documents), doc)) is not type(doc):
             raise InputError(
                 f"{where}: doc is {doc!r}; name all documents by numbers, or all by texts"
             )
-        if isinstance(doc, int):
-            if not self._documents:
-                self._documents[doc] = doc
-            return doc
-        return self._documents.setdefault(doc, len(self._documents))
+        if isinstance(doc, str):
+            number = self._documents.setdefault(doc, len(self._documents))
+        else:
+            number = doc
+            self._documents = self._documents or {doc: doc}
+        if number in self.account.documents.get((session, row.pass_name), ()):
+            raise InputError(
+                f"{where}: document {doc!r} comes twice in {row.pass_name!r} of session {session!r}",
+                hint="one server measures a document once in a pass: name sessions and passes apart",
+            )
+        return number
+
+
+def _error_of(row: ForeignRow) -> str | None:
+    error = row.error or ("the file does not say why" if row.has_failed else None)
+    if error is not None and len(error) > _LONGEST_ERROR:
+        return error[:_LONGEST_ERROR] + "…"
+    return error
 
 
 def _foreign(line: bytes, where: str) -> ForeignRow:

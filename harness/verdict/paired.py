@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
+from typing import Literal
 
 from harness.plan.arms import BASELINE
 from harness.verdict.measured import Block, DocumentRatio, Interval, OrderEffect, Paired
@@ -46,10 +47,7 @@ def compare_arms(total: Tally, pass_name: str, treatment: str | None) -> Paired 
     ratio_of_all = interval_of([block.ratio for block in blocks])
     return Paired(
         ratio=ratio_of_all.median,
-        low=ratio_of_all.low,
-        high=ratio_of_all.high,
-        interval=ratio_of_all.interval,
-        interval_kind=ratio_of_all.interval_kind,
+        **ratio_of_all.model_dump(exclude={"median"}),
         difference_ms=interval_of([block.difference_ms for block in blocks]),
         blocks=blocks,
         n_documents=len(documents),
@@ -72,25 +70,15 @@ def interval_of(values: Sequence[float]) -> Interval:
 
     Six or more: percentile bootstrap with a fixed seed, so that a run gives the same bytes twice.
     """
-    n = len(values)
-    if n < MIN_BLOCKS_FOR_INTERVAL or min(values) == max(values):
-        words = f"range over {n} A B block{'s' if n > 1 else ''}"
-        few = "; too few for a confidence interval" if n < MIN_BLOCKS_FOR_INTERVAL else ""
-        return Interval(
-            median=median(values),
-            low=min(values),
-            high=max(values),
-            interval=words + few,
-            interval_kind="range",
-        )
-    low, high = _bootstrap(values)
-    return Interval(
-        median=median(values),
-        low=low,
-        high=high,
-        interval=f"95 % bootstrap interval over {n} A B blocks",
-        interval_kind="bootstrap",
-    )
+    n, low, high = len(values), min(values), max(values)
+    kind: Literal["range", "bootstrap"] = "range"
+    words = f"range over {n} A B block{'s' if n > 1 else ''}"
+    if n < MIN_BLOCKS_FOR_INTERVAL:
+        words += "; too few for a confidence interval"
+    elif low != high:
+        (low, high), kind = _bootstrap(values), "bootstrap"
+        words = f"95 % bootstrap interval over {n} A B blocks"
+    return Interval(median=median(values), low=low, high=high, interval=words, interval_kind=kind)
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
