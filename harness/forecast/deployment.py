@@ -52,7 +52,8 @@ def describe(deployment: Deployment) -> dict[str, Any]:
     ``predicted`` has prompt tokens by pass and source, ``predicted_with_enough_host`` those beside
     a host tier of ``host_chunks``.
     ``inexact_because`` is empty where the prediction is exact to the token for one request at a
-    time; otherwise ``computed_bounds`` has the least and the most tokens computed, by pass. Raises InputError for a model or sizes no server could have.
+    time; otherwise ``computed_bounds`` has the least and the most tokens computed, by pass.
+    Raises InputError for a model or sizes no server could have.
     """
     try:
         content = _predicted(deployment)

@@ -8,14 +8,14 @@ about: exact where that is one, and the least and the most where it is not.
 from collections.abc import Sequence
 from itertools import islice
 
-from sim.tiers.host import HostRequest
+from sim.tiers.host import HostRequest, HostShare
 from sim.tiers.lmcache_mp import HostChunks
 
 Content = tuple[int, ...]
 """Chunks, the next to be evicted first."""
 
 MOST_WORK = 50_000_000
-"""Chunks looked at before it is given up: a few seconds."""
+"""Chunks looked at before it is given up: some seconds."""
 
 
 class TooManyMoments(Exception):  # noqa: N818 - a limit, not a fault
@@ -25,12 +25,15 @@ class TooManyMoments(Exception):  # noqa: N818 - a limit, not a fault
 class Moments:
     """A server's possible contents, request by request, and the tokens loaded on the way to each.
 
-    ``rules``: an empty store. Each STORE is over before the next one begins.
+    ``rules``: an empty store. Each STORE is over before the next one begins. While ticks evict
+    other prompts' chunks only and every STORE fits, what is held are the most recent chunks of all
+    ever asked for: such a content is followed as their number, any other by itself.
     """
 
     def __init__(self, rules: HostChunks) -> None:
         self._rules = rules
-        self._loaded: dict[Content, tuple[int, int]] = {(): (0, 0)}
+        self._asked: Content = ()  # all chunks ever asked for, the most recent last
+        self._loaded: dict[int | Content, tuple[int, int]] = {0: (0, 0)}
         self._work = 0
 
     @property
@@ -45,28 +48,77 @@ class Moments:
 
     def serve(self, request: HostRequest) -> None:
         """Take every content through ``request``. Raises TooManyMoments."""
-        after: dict[Content, tuple[int, int]] = {}
-        for content, (least, most) in self._loaded.items():
-            _, share, _ = self._rules.plan(request, set(content))
+        own = set(request.chunks)
+        place = {key: i for i, key in enumerate(self._asked) if key in own}
+        asked = (*(k for k in self._asked if k not in own), *reversed(request.chunks))
+        after: dict[int | Content, tuple[int, int]] = {}
+        for held, (least, most) in self._loaded.items():
+            ends: set[int | Content] = set()
+            if isinstance(held, int):
+                share, numbers = self._ends_of_most_recent(held, request, place)
+                ends |= numbers
+                held = self._asked[len(self._asked) - held :]
+            if not ends:
+                share, contents = self._ends(held, request)
+                ends |= {len(c) if asked[len(asked) - len(c) :] == c else c for c in contents}
             least, most = least + share.loaded_tokens, most + share.loaded_tokens
-            for end in self._ends(content, request):
+            for end in ends:
                 known = after.get(end, (least, most))
                 after[end] = (min(least, known[0]), max(most, known[1]))
-        self._loaded = after
+        self._asked, self._loaded = asked, after
 
-    def _ends(self, content: Content, request: HostRequest) -> set[Content]:
-        hit, _, batches = self._rules.plan(request, set(content))
+    def _ends_of_most_recent(
+        self, n_held: int, request: HostRequest, place: dict[int, int]
+    ) -> tuple[HostShare, set[int]]:
+        """As ``_ends``, in numbers; none where a prompt would lose a STORE or chunks of its own.
+
+        ``place``: where in all chunks asked for its own are.
+        """
+        first = len(self._asked) - n_held
+        resident = {key for key, i in place.items() if i >= first}
+        hit, share, batches = self._rules.plan(request, resident)
+        n_own, others = hit, {n_held - hit}
+        if len(resident) > hit:
+            return share, set()
+        for batch in batches:
+            self._worked(10 * len(others))
+            n_own += len(batch)
+            if n_own + max(others) > self._rules.capacity:
+                return share, set()
+            if len(batches) > 1:  # as in ``HostChunks.check``
+                others = {left for n in others for left in self._left_of_others(n, n_own)}
+            if min(others) < 0:
+                return share, set()
+        return share, {self._settled_number(n + n_own) for n in others}
+
+    def _left_of_others(self, n_others: int, n_own: int) -> set[int]:
+        """Chunks of others left beside ``n_own`` after any number of ticks; below 0: too few."""
+        left = {n_others}
+        while n_others >= 0 and self._rules.is_above(n_others + n_own):
+            n_others -= self._rules.n_evicted(n_others + n_own)
+            left.add(n_others)
+        return left
+
+    def _settled_number(self, n_chunks: int) -> int:
+        while self._rules.is_above(n_chunks):
+            n_chunks -= self._rules.n_evicted(n_chunks)
+        return n_chunks
+
+    def _ends(self, content: Content, request: HostRequest) -> tuple[HostShare, set[Content]]:
+        """What is loaded from ``content``, and what it may be when the request has ended."""
+        hit, share, batches = self._rules.plan(request, set(content))
         now = {_touched(content, request.chunks[:hit])}
         for batch in batches:
             stored = {self._with(content, batch) for content in now}
-            if len(batches) > 1:  # as in ``HostChunks.check``
+            if len(batches) > 1:
                 stored = {end for content in stored for end in self._ticked(content, batch)}
             now = stored
-        return {self._settled(_touched(content, request.chunks)) for content in now}
+        ended = {_touched(content, request.chunks) for content in now}
+        return share, {c[len(c) - self._settled_number(len(c)) :] for c in ended}
 
     def _with(self, content: Content, batch: Sequence[int]) -> Content:
         resident = set(content)
-        self._worked(content)
+        self._worked(len(content))
         missing = [key for key in batch if key not in resident]
         fits = len(missing) <= self._rules.capacity - len(content)
         return (*content, *reversed(missing)) if fits else content
@@ -83,26 +135,20 @@ class Moments:
             written, last = self._tick(written, batch), written
         return ends
 
-    def _settled(self, content: Content) -> Content:
-        while self._rules.is_above(len(content)):
-            content = self._tick(content)
-        return content
-
     def _tick(self, content: Content, writing: Sequence[int] = ()) -> Content:
         """One tick, which spares what is being written."""
-        self._worked(content)
+        self._worked(len(content))
         if not self._rules.is_above(len(content)):
             return content
         n_gone = self._rules.n_evicted(len(content))
-        oldest = content[:n_gone]
-        if set(writing).isdisjoint(oldest):
-            return content[n_gone:]
         spared = set(writing)
+        if spared.isdisjoint(content[:n_gone]):
+            return content[n_gone:]
         gone = set(islice((key for key in content if key not in spared), n_gone))
         return tuple(key for key in content if key not in gone)
 
-    def _worked(self, content: Content) -> None:
-        self._work += 1 + len(content)
+    def _worked(self, n_chunks: int) -> None:
+        self._work += 1 + n_chunks
         if self._work > MOST_WORK:
             raise TooManyMoments
 

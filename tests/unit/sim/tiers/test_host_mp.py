@@ -125,6 +125,18 @@ def test_the_bounds_are_what_the_moments_of_the_ticks_can_lead_to() -> None:
     assert bounds(20, prompt(range(12)), prompt(range(12))) == [(0, 0), (12, 12)]
 
 
+def test_a_large_store_is_followed_in_numbers_of_its_most_recent_chunks() -> None:
+    # 100 prompts of 60 chunks, 1,000 kept: a settled store has at most 799, at least the 640 that a
+    # tick leaves of 800, and a walk back loads what there is. One content at a time it takes minutes.
+    moments = Moments(HostChunks(1000, chunk_tokens=1))
+    for number in [*range(100), *range(100)]:
+        moments.serve(HostRequest(61, range(100 * number, 100 * number + 60), 0, 20))
+    assert moments.loaded == (0, 0)
+    for number in reversed(range(100)):
+        moments.serve(HostRequest(61, range(100 * number, 100 * number + 60), 0, 20))
+    assert moments.loaded == (640, 799)
+
+
 def test_bounds_hold_whenever_ticks_come_and_are_mostly_reached() -> None:
     rng = random.Random(3)
     n_wide = n_reached = 0
