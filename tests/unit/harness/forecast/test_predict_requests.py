@@ -343,7 +343,7 @@ def spec_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"host": "disk"}, "host: .*'lmcache-mp', 'lmcache', 'native' or 'simple'"),
+        ({"host": "disk"}, "host: .*'none', 'lmcache-mp', 'lmcache'"),
         ({"policy": "ARC"}, "policy: .*'LRU' or 'noop'"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": 2.0}, "block_size"),
