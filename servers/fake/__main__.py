@@ -11,10 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from servers.fake.http import HOST
 from servers.fake.script import Script, ScriptError, read_script
 from servers.fake.server import FakeServer
 from servers.fake.spec import FakeSpec
+from servers.ports import HOST
 from servers.tiers.registry import SERVED
 from sim.tiers.settings import TIER_KINDS
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-HOST = "127.0.0.1"
+from servers.ports import HOST
+
 KEEPALIVE_S = 5.0  # uvicorn's default, which vLLM keeps
 JSON = "application/json"
 _MAX_HEAD_BYTES = 64 * 1024

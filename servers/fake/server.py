@@ -11,14 +11,14 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from servers.fake.answer import Answer, Write
 from servers.fake.engine import FakeEngine
-from servers.fake.http import HOST, JSON, HangUp, Link, Listener, Request
+from servers.fake.http import JSON, HangUp, Link, Listener, Request
 from servers.fake.script import Script, parse_script
 from servers.fake.spec import FakeSpec
+from servers.ports import HOST
 from sim.errors import SpecError
 from sim.predict import Prediction
 
@@ -85,12 +85,7 @@ class FakeServer:
             self._host.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
