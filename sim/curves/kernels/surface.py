@@ -5,6 +5,10 @@ from sim.curves.kernels.fenwick import add, prefix
 from sim.curves.kernels.runs import gather_runs, take_away
 
 
+NEVER = -(1 << 60)
+"""The shift of a run none of whose units was ever there."""
+
+
 def bin_of(edges: Numbers, distance: int) -> int:
     """Index of the smallest of the sorted ``edges`` ≥ ``distance``; len(edges) when none is."""
     low = 0
@@ -24,29 +28,18 @@ def spread(
 ) -> None:  # fmt: skip
     """Add the tokens [start, stop) to ``table`` by (bin of GPU distance, bin of host distance).
 
-    A token's distance is its unit's index plus the tier's shift; a shift < 0 − that is, none of
-    the run's units was ever there − puts it behind the last bin.
+    A token's distance is its unit's index plus the tier's shift; NEVER puts it behind the last bin.
     """
-    width = len(host_edges) + 1
-    never = -(1 << 60)
+    n_gpu = len(gpu_edges)
+    n_host = len(host_edges)
     x = start
-    g = len(gpu_edges)
-    h = len(host_edges)
-    if gpu_shift > never:
-        g = bin_of(gpu_edges, x // gpu_tokens + gpu_shift)
-    if host_shift > never:
-        h = bin_of(host_edges, x // host_tokens + host_shift)
+    g = bin_of(gpu_edges, x // gpu_tokens + gpu_shift) if gpu_shift > NEVER else n_gpu
+    h = bin_of(host_edges, x // host_tokens + host_shift) if host_shift > NEVER else n_host
     while x < stop:
-        until = stop
-        g_end = stop
-        h_end = stop
-        if g < len(gpu_edges):
-            g_end = (gpu_edges[g] - gpu_shift + 1) * gpu_tokens
-            until = min(until, g_end)
-        if h < len(host_edges):
-            h_end = (host_edges[h] - host_shift + 1) * host_tokens
-            until = min(until, h_end)
-        table[g * width + h] += until - x
+        g_end = (gpu_edges[g] - gpu_shift + 1) * gpu_tokens if g < n_gpu else stop
+        h_end = (host_edges[h] - host_shift + 1) * host_tokens if h < n_host else stop
+        until = min(stop, g_end, h_end)
+        table[g * (n_host + 1) + h] += until - x
         x = until
         if x == g_end:
             g += 1
@@ -62,9 +55,8 @@ def shifts(
 
     Takes the runs' units away from their owners; returns the tier's total weight after that.
     """
-    never = -(1 << 60)
     for k in range(n):
-        shift[k] = never
+        shift[k] = NEVER
         stop[k] = finish[run_bottom[k]]
         if run_owner[k] >= 0:
             newer = total - prefix(sums, run_owner[k] + 1)
@@ -78,7 +70,6 @@ def overlay(
     host_edges: Numbers, table: Numbers,
 ) -> None:  # fmt: skip
     """Walk one prompt's tokens [0, end) over both tiers' runs at once, top run (n − 1) first."""
-    never = -(1 << 60)
     x = 0
     i = n - 1
     j = n - 1
@@ -88,15 +79,15 @@ def overlay(
         while j >= 0 and host_stop[j] * host_tokens <= x:
             j -= 1
         until = end
-        gpu = never
-        host = never
+        gpu = NEVER
+        host = NEVER
         if i >= 0 and x < gpu_cap:
             gpu = gpu_shift[i]
             until = min(until, min(gpu_stop[i] * gpu_tokens, gpu_cap))
         if j >= 0 and x < host_cap:
             host = host_shift[j]
             until = min(until, min(host_stop[j] * host_tokens, host_cap))
-        if gpu > never or host > never:
+        if gpu > NEVER or host > NEVER:
             spread(x, until, gpu_tokens, gpu, gpu_edges, host_tokens, host, host_edges, table)
         x = until
 
