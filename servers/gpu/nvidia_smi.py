@@ -10,8 +10,8 @@ import os
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
 
 from servers.gpu.facts import (
     Gpu,
@@ -29,26 +29,6 @@ _TIMEOUT_S: Final = 20.0
 _UUID: Final = re.compile(r"(?:GPU|MIG)-[0-9a-fA-F/-]+|MIG-GPU-[0-9a-fA-F/-]+")
 
 _MEMORY: Final = ("memory.total", "memory.used", "memory.free")
-_WORK: Final = (
-    "clocks.sm",
-    "clocks.mem",
-    "temperature.gpu",
-    "power.draw",
-    "pcie.link.gen.current",
-    "pcie.link.width.current",
-)
-_FIXED: Final = (
-    "pci.bus_id",
-    "clocks.max.sm",
-    "clocks.max.mem",
-    "pcie.link.gen.max",
-    "pcie.link.width.max",
-    "power.limit",
-    "ecc.mode.current",
-    "persistence_mode",
-)
-# Each was added, or renamed, at some driver version.
-_ALONE: Final = ("name", "driver_version", "compute_cap", "mig.mode.current")
 _CSV: Final = "--format=csv,noheader,nounits"
 _REASONS: Final = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 
@@ -56,6 +36,61 @@ Ask = Callable[[Sequence[str]], str | None]
 """Runs ``nvidia-smi`` with these arguments; its output, None when it fails."""
 Table = dict[str, dict[str, str]]
 """By GPU UUID: field → text."""
+
+
+def _text(value: str) -> str | None:
+    """A value that is no ``[message]``."""
+    return None if not value or value.startswith("[") or value in ("N/A", "ERR!") else value
+
+
+def _int(value: str) -> int | None:
+    return int(value) if re.fullmatch("[0-9]+", value) else None
+
+
+def _float(value: str) -> float | None:
+    return float(value) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value) else None
+
+
+def _positive(value: str) -> int | None:
+    return _int(value) or None
+
+
+def _switch(value: str) -> bool | None:
+    return {"Enabled": True, "Disabled": False}.get(value)
+
+
+def _from_mib(value: str) -> int | None:
+    mib = _int(value)
+    return None if mib is None else mib * MIB
+
+
+Fields = dict[str, tuple[str, Callable[[str], Any]]]
+"""Each field to ask for in one query: what of a GpuState or Gpu it is, and how it is read."""
+
+_WORK: Final[Fields] = {
+    "clocks.sm": ("sm_mhz", _positive),
+    "clocks.mem": ("memory_mhz", _positive),
+    "temperature.gpu": ("temperature_c", _int),
+    "power.draw": ("power_w", _float),
+    "pcie.link.gen.current": ("pcie_generation", _positive),
+    "pcie.link.width.current": ("pcie_width", _positive),
+}
+_FIXED: Final[Fields] = {
+    "pci.bus_id": ("pci_bus_id", _text),
+    "clocks.max.sm": ("sm_mhz_max", _positive),
+    "clocks.max.mem": ("memory_mhz_max", _positive),
+    "pcie.link.gen.max": ("pcie_generation_max", _positive),
+    "pcie.link.width.max": ("pcie_width_max", _positive),
+    "power.limit": ("power_limit_w", _float),
+    "ecc.mode.current": ("ecc_enabled", _switch),
+    "persistence_mode": ("persistence_enabled", _switch),
+}
+# Each was added, or renamed, at some driver version, so each is a query of its own.
+_ALONE: Final[Fields] = {
+    "name": ("name", _text),
+    "compute_cap": ("compute_capability", _text),
+    "mig.mode.current": ("mig_enabled", _switch),
+}
 
 
 def ask_nvidia_smi(arguments: Sequence[str]) -> str | None:
@@ -81,14 +116,16 @@ def survey_by_nvidia_smi(ask: Ask = ask_nvidia_smi) -> Survey:
     if not table:
         return Survey(None, why_not="nvidia-smi does not answer, or lists no GPU")
     _merge(table, _query(ask, _WORK), _query(ask, _FIXED), _reasons(ask))
-    _merge(table, *(_query(ask, (field,)) for field in _ALONE))
+    _merge(table, *(_query(ask, (field,)) for field in ("driver_version", *_ALONE)))
     instances, processes = parse_list(ask(["-L"]) or ""), _processes(ask)
-    gpus = [
-        _gpu(index, uuid, row, instances.get(uuid), processes)
-        for index, (uuid, row) in enumerate(table.items())
-    ]
+    gpus = []
+    for index, (uuid, row) in enumerate(table.items()):
+        facts = _facts(row, _FIXED | _ALONE)
+        mig = instances.get(uuid) if facts["mig_enabled"] else ()
+        busy = None if processes is None else processes.get(uuid, ())
+        gpus.append(Gpu(index, uuid, mig=mig, processes=busy, state=_state(row), **facts))
     version = re.search(r"CUDA Version\s*:\s*(\d+\.\d+)", ask(["--version"]) or "")
-    driver = next((_text(row.get("driver_version")) for row in table.values()), None)
+    driver = next((_text(row.get("driver_version", "")) for row in table.values()), None)
     return Survey("nvidia-smi", in_pci_order(gpus), driver, version[1] if version else None)
 
 
@@ -100,7 +137,7 @@ def states_by_nvidia_smi(ask: Ask = ask_nvidia_smi) -> dict[str, GpuState]:
     return {uuid: _state(row) for uuid, row in table.items()}
 
 
-def parse_table(text: str, fields: Sequence[str]) -> Table:
+def parse_table(text: str, fields: Collection[str]) -> Table:
     """``uuid, value, …`` a line. A line of the wrong length keeps its UUID and no values.
 
     A single field is everything after the UUID: a name may hold a comma. Lines that do not start
@@ -128,7 +165,7 @@ def parse_list(text: str) -> dict[str, tuple[MigInstance, ...]]:
     return {uuid: tuple(instances) for uuid, instances in found.items()}
 
 
-def _query(ask: Ask, fields: Sequence[str]) -> Table:
+def _query(ask: Ask, fields: Collection[str]) -> Table:
     query = f"--query-gpu={','.join(('uuid', *fields))}"
     return parse_table(ask([query, _CSV]) or "", fields)
 
@@ -147,46 +184,17 @@ def _merge(table: Table, *others: Table) -> None:
             row |= other.get(uuid, {})
 
 
-def _gpu(
-    index: int,
-    uuid: str,
-    row: dict[str, str],
-    instances: tuple[MigInstance, ...] | None,
-    processes: dict[str, tuple[GpuProcess, ...]] | None,
-) -> Gpu:
-    mig = _switch(row.get("mig.mode.current"))
-    return Gpu(
-        index,
-        uuid,
-        name=_text(row.get("name")),
-        pci_bus_id=_text(row.get("pci.bus_id")),
-        compute_capability=_text(row.get("compute_cap")),
-        mig_enabled=mig,
-        mig=instances if mig else (),
-        pcie_generation_max=_positive(row.get("pcie.link.gen.max")),
-        pcie_width_max=_positive(row.get("pcie.link.width.max")),
-        sm_mhz_max=_positive(row.get("clocks.max.sm")),
-        memory_mhz_max=_positive(row.get("clocks.max.mem")),
-        power_limit_w=_float(row.get("power.limit")),
-        ecc_enabled=_switch(row.get("ecc.mode.current")),
-        persistence_enabled=_switch(row.get("persistence_mode")),
-        processes=None if processes is None else processes.get(uuid, ()),
-        state=_state(row),
-    )
+def _facts(row: dict[str, str], fields: Fields) -> dict[str, Any]:
+    return {fact: read(row.get(field, "")) for field, (fact, read) in fields.items()}
 
 
 def _state(row: dict[str, str]) -> GpuState:
-    total, used, free = (_from_mib(row.get(field)) for field in _MEMORY)
+    total, used, free = (_from_mib(row.get(field, "")) for field in _MEMORY)
     bits = row.get(_REASONS[0], "")
     return GpuState(
         memory=GpuMemory(total, used, free) if total else GpuMemory(),
-        sm_mhz=_positive(row.get("clocks.sm")),
-        memory_mhz=_positive(row.get("clocks.mem")),
-        temperature_c=_int(row.get("temperature.gpu")),
-        power_w=_float(row.get("power.draw")),
         throttle=reason_words(int(bits, 16)) if re.fullmatch("0x[0-9a-fA-F]+", bits) else None,
-        pcie_generation=_positive(row.get("pcie.link.gen.current")),
-        pcie_width=_positive(row.get("pcie.link.width.current")),
+        **_facts(row, _WORK),
     )
 
 
@@ -202,29 +210,3 @@ def _processes(ask: Ask) -> dict[str, tuple[GpuProcess, ...]] | None:
             seen = None if pid is None else visible_pid(pid)
             found[parts[0]].append(GpuProcess(seen, _from_mib(parts[2])))
     return {uuid: tuple(some) for uuid, some in found.items()}
-
-
-def _text(value: str | None) -> str | None:
-    """A value that is no ``[message]``."""
-    return None if not value or value.startswith("[") or value in ("N/A", "ERR!") else value
-
-
-def _int(value: str | None) -> int | None:
-    return int(value) if value and re.fullmatch("[0-9]+", value) else None
-
-
-def _float(value: str | None) -> float | None:
-    return float(value) if value and re.fullmatch(r"[0-9]+(\.[0-9]+)?", value) else None
-
-
-def _positive(value: str | None) -> int | None:
-    return _int(value) or None
-
-
-def _switch(value: str | None) -> bool | None:
-    return {"Enabled": True, "Disabled": False}.get(value or "")
-
-
-def _from_mib(value: str | None) -> int | None:
-    mib = _int(value)
-    return None if mib is None else mib * MIB

@@ -4,7 +4,6 @@ from sim.curves.kernels import Numbers
 from sim.curves.kernels.fenwick import add, prefix
 from sim.curves.kernels.runs import gather_runs, take_away
 
-
 NEVER = -(1 << 60)
 """The shift of a run none of whose units was ever there."""
 
