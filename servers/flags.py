@@ -24,11 +24,8 @@ def may_mean(word: str, option: str) -> bool:
 
 def values_of(flags: Sequence[str], option: str, *short: str) -> Iterator[str]:
     """Every value given to ``option``, or to ``short`` names of it, as text, in order."""
-    words = [part for flag in flags for part in _parts(flag)]
+    split = (flag.split("=", 1) if flag.startswith("-") else [flag] for flag in flags)
+    words = [part for parts in split for part in parts]
     for word, value in pairwise(words):
         if word in short or may_mean(word, option):
             yield value
-
-
-def _parts(flag: str) -> list[str]:
-    return flag.split("=", 1) if flag.startswith("-") else [flag]

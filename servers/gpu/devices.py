@@ -104,7 +104,9 @@ def visible_devices(named: str | None, gpus: Sequence[Gpu]) -> list[Device]:
 
 def parallel_size(flags: Sequence[str]) -> int:
     """GPUs a vLLM server with these options uses; 1 unless they say otherwise."""
-    return prod(_size([*values_of(flags, *names)]) for names in _PARALLEL)
+    # Of each option the last value counts; what is no size is 1 here, and vLLM will refuse it.
+    last = [value for names in _PARALLEL for value in [*values_of(flags, *names)][-1:]]
+    return prod(int(value) for value in last if re.fullmatch("[1-9][0-9]{0,5}", value))
 
 
 @contextmanager
@@ -131,11 +133,6 @@ def _states_by_nvidia_smi(devices: Sequence[Device], ask: Ask) -> dict[str, GpuS
     """A MIG instance's are unknown: what nvidia-smi lists is its whole GPU's memory."""
     states = states_by_nvidia_smi(ask)
     return {device.uuid: states.get(device.uuid, GpuState()) for device in devices}
-
-
-def _size(values: Sequence[str]) -> int:
-    """The last one, which counts; 1 for what is no size, which vLLM will refuse."""
-    return int(values[-1]) if values and re.fullmatch("[1-9][0-9]{0,5}", values[-1]) else 1
 
 
 def _entries(named: str) -> list[str]:

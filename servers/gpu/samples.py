@@ -94,9 +94,12 @@ def sampled(
         samples = GpuSamples(devices, read_states)
         samples.mark("start")
         stop = threading.Event()
-        thread = threading.Thread(
-            target=_sample, args=(samples, stop, period_s), name="gpu-samples", daemon=True
-        )
+
+        def sample() -> None:
+            while not stop.wait(period_s):
+                samples.take_sample()
+
+        thread = threading.Thread(target=sample, name="gpu-samples", daemon=True)
         thread.start()
         try:
             yield samples
@@ -147,11 +150,6 @@ def session_changes(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return changes
 
 
-def _sample(samples: GpuSamples, stop: threading.Event, period_s: float) -> None:
-    while not stop.wait(period_s):
-        samples.take_sample()
-
-
 def _summary(states: Sequence[GpuState]) -> dict[str, Any]:
     """``[min, max]`` of each number over the readings that have it, null where none has.
 
@@ -159,18 +157,16 @@ def _summary(states: Sequence[GpuState]) -> dict[str, Any]:
     """
     told = [state.throttle for state in states if state.throttle is not None]
     reasons = Counter(reason for throttle in told for reason in throttle)
-    ranges = {name: _extent([getattr(state, name) for state in states]) for name in _NUMBERS}
+    ranges: dict[str, list[float] | None] = {}
+    for name in _NUMBERS:
+        known = [value for state in states if (value := getattr(state, name)) is not None]
+        ranges[name] = [min(known), max(known)] if known else None
     return {
         "n_samples": len(states),
         **ranges,
         "n_throttle": len(told),
         "throttle": dict(sorted(reasons.items())),
     }
-
-
-def _extent(values: Sequence[float | None]) -> list[float] | None:
-    known = [value for value in values if value is not None]
-    return [min(known), max(known)] if known else None
 
 
 def _clocks(load: Mapping[str, Any], most: int | None) -> str:

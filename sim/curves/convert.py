@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -43,14 +43,12 @@ def convert(
         rows = lookup_events(tree, order, chunk, kv_bytes_per_token)
     else:
         rows = _mooncake(tree, order)
-    with path.open("wb") as file, _packed(file) if compress else nullcontext(file) as stream:
-        stream.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+    with path.open("wb") as file:
+        # No name and no time: the same trace gives the same bytes.
+        packed = gzip.GzipFile("", "wb", 6, file, mtime=0) if compress else nullcontext(file)
+        with packed as stream:
+            stream.writelines(json.dumps(row).encode() + b"\n" for row in rows)
     return len(order)
-
-
-def _packed(file: IO[bytes]) -> gzip.GzipFile:
-    # No name and no time: the same trace gives the same bytes.
-    return gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0)
 
 
 def lookup_events(

@@ -148,7 +148,10 @@ def _bytes_of(row: dict[str, Any], chunk_tokens: int, where: str) -> float | Non
     if not shapes or not dtypes:
         return None
     is_list = isinstance(shapes, list) and isinstance(dtypes, list) and len(shapes) == len(dtypes)
-    if not is_list or not all(map(_is_shape, shapes)):
+    if not is_list or not all(
+        isinstance(shape, list) and all(type(n) is int and 1 <= n <= 2**31 for n in shape)
+        for shape in shapes
+    ):
         raise TraceError(
             f"{where}: fields 'shapes' and 'dtypes' are {_short(shapes)} and {_short(dtypes)}; "
             "lists of one length are needed, shapes of whole numbers from 1 to 2**31"
@@ -158,10 +161,6 @@ def _bytes_of(row: dict[str, Any], chunk_tokens: int, where: str) -> float | Non
     if None in sizes or sum(numbers) >= 2**62:
         return None
     return sum(n * (size or 0) for n, size in zip(numbers, sizes, strict=True)) / chunk_tokens
-
-
-def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, list) and all(type(n) is int and 1 <= n <= 2**31 for n in shape)
 
 
 def _journal(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:

@@ -4,6 +4,7 @@ A file is read the fast way where its ids are plain whole numbers (``ingest.py``
 way; both give the same trace, and only the plain way reports errors.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,18 +175,13 @@ def _rows(got: _Collected, name: str, text: bytes, line: int, block: int | None)
 
 def _is_one_document(text: bytes) -> bool:
     """Whether the JSON goes over several lines; JSONL rows are objects that end on their line."""
-    return not _first_line(text).endswith(b"}")
-
-
-def _first_line(text: bytes) -> bytes:
-    """The first line with anything on it, without the blanks around it; its end if it is long."""
-    start = 0
-    while True:
-        stop = text.find(b"\n", start)
-        stop = len(text) if stop < 0 else stop
-        if (text[start : start + 1].strip() or text[start:stop].strip()) or stop == len(text):
-            return text[max(start, stop - 4096) : stop].strip()
-        start = stop + 1
+    first = re.search(rb"\S", text)
+    start = first.start() if first else 0
+    stop = text.find(b"\n", start)
+    end = (
+        text[max(start, stop - 4096) : stop] if stop >= 0 else text[max(start, len(text) - 4096) :]
+    )
+    return not end.rstrip().endswith(b"}")
 
 
 def _documents(text: bytes, name: str, line: int) -> Iterator[tuple[str, Any]]:
