@@ -5,7 +5,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -59,25 +59,21 @@ _HINTS: Final[tuple[tuple[str, str], ...]] = (
 )
 
 
-@dataclass(slots=True)
 class ServerLog:
     """What one server wrote in this launch: ``path``, which is appended to, from ``start`` on."""
 
-    path: Path
-    start: int
-    _read_to: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._read_to = self.start
+    def __init__(self, path: Path, start: int) -> None:
+        self.path = path
+        self._start = self._read_to = start
 
     def text(self) -> str:
         """Everything so far."""
-        return self._bytes_from(self.start).decode(errors="replace")
+        return self._bytes_from(self._start).decode(errors="replace")
 
     def tail(self) -> str:
         """The last 64 KiB at most."""
         size = self.path.stat().st_size
-        return self._bytes_from(max(size - _TAIL_BYTES, self.start)).decode(errors="replace")
+        return self._bytes_from(max(size - _TAIL_BYTES, self._start)).decode(errors="replace")
 
     def last_lines(self) -> str:
         """The last lines, worded to follow a sentence about the server."""

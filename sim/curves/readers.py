@@ -178,10 +178,8 @@ def _is_one_document(text: bytes) -> bool:
     first = re.search(rb"\S", text)
     start = first.start() if first else 0
     stop = text.find(b"\n", start)
-    end = (
-        text[max(start, stop - 4096) : stop] if stop >= 0 else text[max(start, len(text) - 4096) :]
-    )
-    return not end.rstrip().endswith(b"}")
+    stop = len(text) if stop < 0 else stop
+    return not text[max(start, stop - 4096) : stop].rstrip().endswith(b"}")
 
 
 def _documents(text: bytes, name: str, line: int) -> Iterator[tuple[str, Any]]:
