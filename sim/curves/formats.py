@@ -103,26 +103,19 @@ def check_prompt(row: dict[str, Any], where: str, *, deltas: bool | None = None)
 
 
 def _mooncake(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
-    yield Row(
-        where,
-        row["hash_ids"],
+    time_ns, prompt = (
         moment(row, "timestamp", where, unit_ns=_MS),
-        block or MOONCAKE_BLOCK_TOKENS,
         count(row, "input_length", where),
-        count(row, "output_length", where, default=0),
     )
+    answer = count(row, "output_length", where, default=0)
+    yield Row(where, row["hash_ids"], time_ns, block or MOONCAKE_BLOCK_TOKENS, prompt, answer)
 
 
 def _bailian(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
-    yield Row(
-        where,
-        row["hash_ids"],
-        moment(row, "timestamp", where),
-        block or BAILIAN_BLOCK_TOKENS,
-        count(row, "input_length", where),
-        count(row, "output_length", where, default=0),
-        session=f"{whole(row, 'chat_id', where)} {whole(row, 'parent_chat_id', where)}",
-    )
+    time_ns, prompt = moment(row, "timestamp", where), count(row, "input_length", where)
+    answer, size = count(row, "output_length", where, default=0), block or BAILIAN_BLOCK_TOKENS
+    turn = f"{whole(row, 'chat_id', where)} {whole(row, 'parent_chat_id', where)}"
+    yield Row(where, row["hash_ids"], time_ns, size, prompt, answer, session=turn)
 
 
 def _kvcache_simulator(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:

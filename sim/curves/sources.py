@@ -90,13 +90,8 @@ def csv_numbers(
             where = f"{file}:{rows.line_num}"
             if len(row) != len(columns):
                 raise TraceError(f"{where}: {len(row)} fields, but {len(columns)} in the header")
-            yield (
-                where,
-                [
-                    _number(make, value, where, name)
-                    for (name, make), value in zip(columns.items(), row, strict=True)
-                ],
-            )
+            cells = zip(columns.items(), row, strict=True)
+            yield where, [_number(make, value, where, name) for (name, make), value in cells]
     except csv.Error as error:
         raise TraceError(f"{file}:{rows.line_num}: not CSV: {error}") from None
 
