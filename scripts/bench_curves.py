@@ -95,16 +95,16 @@ def curves(report: Report, name: str, trace: Trace, *, has_bars: bool) -> tuple[
     read = min(cpu_s(trace.ids.sum), cpu_s(wide.sum))
     del wide
     report.add(f"{name}: ids.sum() over {n:,} ids", n / read / 1e6, "M ids/s")
-    tree = build_tree(trace, engine="numba")
+    tree = build_tree(trace, compiled=True)
     order = tree.requests.order()
-    numba = cpu_s(lambda: curve(tree, order=order, engine="numba"), 15)
-    build = cpu_s(lambda: build_tree(trace, engine="numba"))
+    numba = cpu_s(lambda: curve(tree, order=order, compiled=True), 15)
+    build = cpu_s(lambda: build_tree(trace, compiled=True))
     rate = n / (build + numba)
     report.add(f"{name}: whole curve from raw ids, numba", rate / 1e6, "M acc/s",
                "≥ 300, or ≥ 1/15 of ids.sum()",
                rate >= min(300e6, n / read / 15))  # fmt: skip
-    plain = cpu_s(lambda: curve(tree, order=order, engine="plain"), 2)
-    plain += cpu_s(lambda: build_tree(trace, engine="plain"), 2)
+    plain = cpu_s(lambda: curve(tree, order=order, compiled=False), 2)
+    plain += cpu_s(lambda: build_tree(trace, compiled=False), 2)
     report.add(f"{name}: whole curve from raw ids, numpy only", n / plain / 1e6, "M acc/s",
                "≥ 10", n / plain >= 10e6)  # fmt: skip
     report.add(f"{name}: whole curve from the compiled tree", numba * 1e3, "ms")
@@ -114,9 +114,7 @@ def curves(report: Report, name: str, trace: Trace, *, has_bars: bool) -> tuple[
     gpu = gpu[-SURFACE_BINS[0] :]
     host = gpu[-SURFACE_BINS[1] :]
     pairs = len(gpu) * len(host)
-    both = cpu_s(
-        lambda: surface(tree, gpu.tolist(), host.tolist(), order=order, engine="numba"), 15
-    )
+    both = cpu_s(lambda: surface(tree, gpu.tolist(), host.tolist(), order=order, compiled=True), 15)
     report.add(f"{name}: surface of {pairs:,} pairs", both * 1e3, "ms")
     report.add(f"{name}: surface ÷ curve", both / numba, "×", "≤ 5", both <= 5 * numba)
     return tree, numba
@@ -125,7 +123,7 @@ def curves(report: Report, name: str, trace: Trace, *, has_bars: bool) -> tuple[
 def memory(report: Report, name: str, trace: Trace, tree: PrefixTree) -> None:
     """Most bytes held at one time from raw ids to curve, per distinct block; the file's size."""
     tracemalloc.start()
-    curve(build_tree(trace, engine="numba"), engine="numba")
+    curve(build_tree(trace, compiled=True), compiled=True)
     peak = tracemalloc.get_traced_memory()[1] / tree.n_blocks
     tracemalloc.stop()
     report.add(
@@ -206,9 +204,9 @@ def ingest(report: Report, path: str) -> None:
     """Block ids a second from JSON in memory, against orjson and json on the same bytes."""
     files = list(sources(path))
     texts = [text for _, text in files]
-    trace = read_trace(path, files=files, engine="numba")
+    trace = read_trace(path, files=files, compiled=True)
     counted = len(trace.ids)
-    ours = cpu_s(lambda: read_trace(path, files=files, engine="numba"), 4)
+    ours = cpu_s(lambda: read_trace(path, files=files, compiled=True), 4)
     sample = texts[:: max(len(texts) // 30, 1)]
     share = sum(map(len, sample)) / sum(map(len, texts))
     rates = {"json": counted * share / cpu_s(lambda: [json.loads(t) for t in sample], 1)}
@@ -320,7 +318,7 @@ def _real(report: Report, folder: Path) -> None:
         report.skip(f"the agentic sessions: no {agentic.name}")
         return
     ingest(report, str(agentic))
-    trace = read_trace(str(agentic), engine="numba")
+    trace = read_trace(str(agentic), compiled=True)
     trace = Trace(trace.requests.started_over(SPREAD_S, 0), trace.ids, trace.offsets)
     tree, ours = curves(report, "real", trace, has_bars=True)
     memory(report, "real", trace, tree)

@@ -34,8 +34,6 @@ from sim.curves.trace import Trace
 from sim.curves.tree import PrefixTree, build_tree
 from sim.tiers.lmcache_mp import HostChunks
 
-ENGINES = ("plain", "numba")
-
 
 @dataclass(slots=True)
 class Count:
@@ -67,7 +65,7 @@ def _traces(
     while count.pairs < wanted:
         trace = random_trace(seed, **sizes)
         keys = prefix_keys(trace.path(r) for r in range(len(trace.requests)))
-        yield seed, trace, build_tree(trace, engine=ENGINES[seed % 2]), keys
+        yield seed, trace, build_tree(trace, compiled=seed % 2 == 1), keys
         seed += 1
 
 
@@ -76,7 +74,7 @@ def against_reference(wanted: int) -> Count:
     count = Count()
     for seed, _, tree, keys in _traces(count, wanted, 0, n_requests=40):
         for forward in (False, True):
-            found = curve(tree, forward=forward, engine=ENGINES[seed % 2])
+            found = curve(tree, forward=forward, compiled=seed % 2 == 1)
             for capacity in range(tree.n_blocks + 2):
                 count.add(hits_at(keys, capacity, forward=forward), found.at(capacity),
                           f"seed {seed}, capacity {capacity}, forward {forward}")  # fmt: skip
@@ -95,7 +93,7 @@ def surface_against_reference(wanted: int) -> Count:
         gpu = sorted({0, 1, 2, *(draw.randint(0, tokens // gpu_tokens + 1) for _ in range(3))})
         host = sorted({0, 1, 2, *(draw.randint(0, tokens // chunk + 1) for _ in range(3))})
         found = surface(tree, gpu, host, gpu_tokens=gpu_tokens, chunk_tokens=chunk,
-                        engine=ENGINES[seed % 2])  # fmt: skip
+                        compiled=seed % 2 == 1)  # fmt: skip
         for i, g in enumerate(gpu):
             for j, h in enumerate(host):
                 expected = split_at(keys, block, gpu_tokens=gpu_tokens, gpu_blocks=g,
@@ -153,7 +151,7 @@ def against_block_pool(wanted: int) -> Count:
     """The curve against vLLM's BlockPool, serial, where the pool holds the longest request."""
     count = Count()
     for seed, _, tree, keys in _traces(count, wanted, 20_000, n_requests=40, longest=12):
-        found = curve(tree, engine=ENGINES[seed % 2])
+        found = curve(tree, compiled=seed % 2 == 1)
         longest = max(map(len, keys))
         for capacity in _some(range(max(longest, 1), max(tree.n_blocks, longest) + 2), seed):
             pool, hits = RealPool(capacity), 0
@@ -168,7 +166,7 @@ def partial_tails_against_block_pool(wanted: int) -> Count:
     """The band of prompts with a partial last block against vLLM's BlockPool."""
     count = Count()
     for seed, trace, tree, keys in _traces(count, wanted, 30_000, n_requests=40, longest=12):
-        found = curve(tree, engine=ENGINES[seed % 2])
+        found = curve(tree, compiled=seed % 2 == 1)
         tails = trace.requests.input_tokens % trace.requests.block_tokens > 0
         longest = max(map(len, keys)) + 1
         for capacity in _some(range(longest, max(tree.n_blocks, longest) + 2), seed):
@@ -187,7 +185,7 @@ def overlapping_against_block_pool(wanted: int) -> Count:
     count = Count()
     for seed, _, tree, keys in _traces(count, wanted, 40_000, n_requests=40, longest=12):
         events = random_events(len(keys), seed)
-        found, exact_from = concurrent_curve(tree, events, engine=ENGINES[seed % 2])
+        found, exact_from = concurrent_curve(tree, events, compiled=seed % 2 == 1)
         least = max(exact_from, 1)
         for capacity in _some(range(least, max(tree.n_blocks, least) + 2), seed):
             pool, hits = RealPool(capacity), 0
@@ -214,7 +212,7 @@ def decode_against_block_pool(wanted: int) -> Count:
             [*path, *(next(fresh) for _ in range(int(n) - len(path)))]
             for path, n in zip(keys, slots, strict=True)
         ]
-        found = curve(tree, decode=True, engine=ENGINES[seed % 2])
+        found = curve(tree, decode=True, compiled=seed % 2 == 1)
         longest = max(map(len, paths))
         for capacity in _some(range(max(longest, 1), 2 * max(tree.n_blocks, longest) + 2), seed):
             pool, hits = RealPool(capacity), 0
@@ -242,7 +240,7 @@ def against_lmcache_policy(wanted: int) -> Count:
     """The curve against LMCache's LRUEvictionPolicy, which names what to drop at each capacity."""
     count = Count()
     for seed, _, tree, keys in _traces(count, wanted, 50_000, n_requests=40, longest=12):
-        found = curve(tree, engine=ENGINES[seed % 2])
+        found = curve(tree, compiled=seed % 2 == 1)
         for capacity in _some(range(1, tree.n_blocks + 2), seed):
             policy, here, hits = _engines().LRUEvictionPolicy(), set[int](), 0
             for path in keys:
@@ -266,7 +264,7 @@ def against_lmcache_simulator(wanted: int) -> Count:
     for seed, trace, tree, _ in _traces(count, wanted, 60_000, n_requests=40, longest=12):
         block = trace.requests.block_tokens
         chunk = random.Random(seed).choice([block, 2 * block])
-        found = curve(tree, forward=True, unit_tokens=chunk, engine=ENGINES[seed % 2])
+        found = curve(tree, forward=True, unit_tokens=chunk, compiled=seed % 2 == 1)
         events = list(lookup_events(tree, tree.requests.order(), chunk))
         for capacity in _some(range(1, tree.n_blocks + 2), seed):
             result = _engines().simulate(events, 7 * capacity, 7, fast=capacity % 2 == 0)
@@ -284,8 +282,8 @@ def watermark_band(wanted: int) -> Count:
     seed = 70_000
     while count.pairs < wanted:
         keys = small_request_paths(seed)
-        tree = build_tree(trace_of(keys), engine=ENGINES[seed % 2])
-        found = curve(tree, engine=ENGINES[seed % 2])
+        tree = build_tree(trace_of(keys), compiled=seed % 2 == 1)
+        found = curve(tree, compiled=seed % 2 == 1)
         for capacity in range(60, tree.n_blocks + 60, max(tree.n_blocks // 8, 1)):
             store, hits = HostChunks(capacity), 0
             for path in prefix_keys(keys):
@@ -312,8 +310,8 @@ def in_process_band(wanted: int) -> Count:
     """LMCache's in-process order: hits touched last first, new chunks put in first first."""
     count = Count()
     for seed, _, tree, keys in _traces(count, wanted, 80_000, n_requests=40, longest=12):
-        reverse = curve(tree, engine=ENGINES[seed % 2])
-        forward = curve(tree, forward=True, engine=ENGINES[seed % 2])
+        reverse = curve(tree, compiled=seed % 2 == 1)
+        forward = curve(tree, forward=True, compiled=seed % 2 == 1)
         for capacity in _some(range(1, tree.n_blocks + 2), seed):
             hits = _in_process_hits(keys, capacity)
             low, high = bands.in_process(forward, reverse, capacity)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.curves.jit import read_only, run, use_numba
+from sim.curves.jit import read_only, run, runs_compiled
 from sim.curves.kernels import overlap
 from sim.curves.sources import csv_numbers
 from sim.curves.stack import Curve, decode_units, hit_caps, in_units
@@ -57,7 +57,7 @@ def concurrent_curve(
     *,
     last_token: bool = False,
     decode: bool = False,
-    engine: str = "auto",
+    compiled: bool | None = None,
 ) -> tuple[Curve, int]:
     """The curve of requests that start and finish in the order of ``events`` (``events_of``).
 
@@ -80,7 +80,7 @@ def concurrent_curve(
         *(np.full(n_edges, -1, dtype=np.int64), np.zeros(n_edges, dtype=np.int64)),
         *(np.zeros(len(ordered) + 1, dtype=np.int64), np.zeros(n_edges + 1, dtype=np.int64)),
         *(np.zeros(2, dtype=np.int64), diff),
-        compiled=use_numba(len(ordered) * 60, engine),
+        compiled=runs_compiled(len(ordered) * 60, compiled),
     )
     hits = np.cumsum(np.cumsum(diff, out=diff), out=diff)
     return Curve(hits[:-1], int(blocks.sum()), len(tree.requests), unit), int(peak)

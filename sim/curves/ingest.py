@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sim.curves.jit import run, use_numba
+from sim.curves.jit import run, runs_compiled
 from sim.curves.kernels import scan
 from sim.curves.trace import Ints, TraceError
 from sim.errors import SpecError
@@ -25,11 +25,11 @@ class ArrayScanner:
     whether compiling pays.
     """
 
-    def __init__(self, key: str, *, engine: str = "auto", expected_bytes: int = 0) -> None:
+    def __init__(self, key: str, *, compiled: bool | None = None, expected_bytes: int = 0) -> None:
         self._expected = expected_bytes
         self._seen = 0
         self._quoted = np.frombuffer(f'"{key}"'.encode(), dtype=np.uint8)
-        self._engine = engine
+        self._compiled = compiled
         self._reserve(0)
 
     def _reserve(self, size: int) -> None:
@@ -45,7 +45,7 @@ class ArrayScanner:
         The ids and counts are good until the next call. None: the plain way must be taken.
         """
         self._seen += len(text)
-        if not use_numba(max(self._seen, self._expected) // BYTES_A_STEP, self._engine):
+        if not runs_compiled(max(self._seen, self._expected) // BYTES_A_STEP, self._compiled):
             return None
         if len(text) + 64 > len(self._text):
             self._reserve(len(text) * 5 // 4)

@@ -21,24 +21,14 @@ WORTH_COMPILING = 3_000_000
 
 _KERNELS = "sim.curves.kernels."
 
-ENGINES = ("auto", "numba", "plain")
 
-
-def use_numba(work: int, engine: str = "auto") -> bool:
-    """Whether a job of ``work`` elementary steps runs compiled; ``engine`` decides if not "auto".
-
-    Raises ValueError for an unknown engine, or for "numba" where numba is not installed.
-    """
-    if engine not in ENGINES:
-        raise ValueError(f"engine {engine!r} is not known; known: {', '.join(ENGINES)}")
-    if engine == "numba" and not has_numba():
-        raise ValueError("engine 'numba' was asked for, but numba is not installed")
-    return engine == "numba" or (engine == "auto" and work >= WORTH_COMPILING and has_numba())
+def runs_compiled(work: int, compiled: bool | None) -> bool:
+    """Whether a job of ``work`` elementary steps runs compiled: as said, or if that is faster."""
+    return (work >= WORTH_COMPILING and _has_numba()) if compiled is None else compiled
 
 
 @cache
-def has_numba() -> bool:
-    """Whether numba can be imported; does not import it."""
+def _has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 

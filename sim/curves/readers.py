@@ -38,7 +38,7 @@ def read_trace(
     *,
     block_tokens: int | None = None,
     deltas: bool | None = None,
-    engine: str = "auto",
+    compiled: bool | None = None,
     progress: Progress | None = None,
     files: Sequence[tuple[str, bytes]] | None = None,
 ) -> Trace:
@@ -53,7 +53,7 @@ def read_trace(
         raise TraceError(f"blocks of {block_tokens} tokens; they hold at least 1, below 2**61")
     if path == STDIN:  # can be read only once, and some traces must be read twice
         files = list(sources(path))
-    scanner = ArrayScanner("hash_ids", engine=engine, expected_bytes=expected_bytes(path) or 0)
+    scanner = ArrayScanner("hash_ids", compiled=compiled, expected_bytes=expected_bytes(path) or 0)
     try:
         got = _Collected(False, deltas, scanner)
         return _read(files or sources(path), got, block_tokens, progress)

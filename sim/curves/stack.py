@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from sim.curves.jit import read_only, run, use_numba
+from sim.curves.jit import read_only, run, runs_compiled
 from sim.curves.kernels.stack import stack_curve
 from sim.curves.trace import MOST_TRACE_TOKENS, Ints, sized
 from sim.curves.tree import PrefixTree
@@ -58,7 +58,7 @@ def curve(
     last_token: bool = False,
     decode: bool = False,
     warm_up: float = 0.0,
-    engine: str = "auto",
+    compiled: bool | None = None,
 ) -> Curve:
     """The exact curve of ``tree``'s requests, served one after the other.
 
@@ -83,7 +83,7 @@ def curve(
         *(first, int(forward), np.full(len(tree.parent), -1, dtype=np.int64)),
         *(np.zeros(n + 1, dtype=np.int64), *(np.zeros(n_runs, dtype=np.int64) for _ in range(3))),
         diff,
-        compiled=use_numba(12 * n + n_runs, engine),
+        compiled=runs_compiled(12 * n + n_runs, compiled),
     )
     # Once cumulated it counts the hits at each stack distance, twice those up to it.
     hits = diff[: farthest + 1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.curves.jit import read_only, run, use_numba
+from sim.curves.jit import read_only, run, runs_compiled
 from sim.curves.kernels.surface import stack_surface
 from sim.curves.stack import first_counted, hit_caps, in_units
 from sim.curves.trace import Ints, counted_tokens
@@ -51,7 +51,7 @@ def surface(
     chunk_tokens: int | None = None,
     last_token: bool = False,
     warm_up: float = 0.0,
-    engine: str = "auto",
+    compiled: bool | None = None,
 ) -> Surface:
     """The exact split at every pair of the capacities given, of a serial replay.
 
@@ -75,7 +75,7 @@ def surface(
         *_tier(tree, gpu, gpu_edges, last_token=last_token, whole=True),
         *_tier(tree, chunk, host_edges, last_token=last_token, whole=False),
         *(np.full(len(tree.parent), -1, dtype=np.int64), *fenwicks, *buffers, table),
-        compiled=use_numba(20 * len(order) + len(tree.parent), engine),
+        compiled=runs_compiled(20 * len(order) + len(tree.parent), compiled),
     )
     counted = order[first:]
     totals = (tree.requests.input_tokens, counted_tokens(tree.requests, blocks), blocks)

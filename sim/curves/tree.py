@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.curves.jit import read_only, run, use_numba
+from sim.curves.jit import read_only, run, runs_compiled
 from sim.curves.kernels import build
 from sim.curves.trace import Ints, Requests, Trace, TraceError
 
@@ -102,10 +102,10 @@ def _depths(parent: Edges, length: Ints, is_head: NDArray[np.bool_]) -> Ints:
     return end
 
 
-def build_tree(trace: Trace, *, engine: str = "auto") -> PrefixTree:
-    """The prefix tree of ``trace``. ``engine``: "auto", "numba" or "plain"; same result."""
+def build_tree(trace: Trace, *, compiled: bool | None = None) -> PrefixTree:
+    """The prefix tree of ``trace``; the same, compiled or not (None: whatever is faster)."""
     n_requests = len(trace.requests)
-    compiled = use_numba(n_requests * 40 + len(trace.ids) // 100, engine)
+    compiled = runs_compiled(n_requests * 40 + len(trace.ids) // 100, compiled)
     parent, start, end, last_edge = (_build_compiled if compiled else _build_plain)(trace)
     n = len(parent)
     by_depth = np.argsort(start, kind="stable")

@@ -120,13 +120,13 @@ def test_compiled_and_plain_results_are_identical() -> None:
     for trace in [random_trace(seed, n_requests=200) for seed in range(6)] + [
         chat_trace(1, n_accesses=20_000)
     ]:
-        plain, fast = (build_tree(trace, engine=engine) for engine in ("plain", "numba"))
+        plain, fast = (build_tree(trace, compiled=compiled) for compiled in (False, True))
         for field in ("parent", "length", "last_edge", "start", "end", "head"):
             assert np.array_equal(getattr(plain, field), getattr(fast, field)), field
         for settings in ({}, {"forward": True}, {"last_token": True}, {"warm_up": 0.3}):
             one, two = (
-                curve(plain, engine=engine, **settings)  # type: ignore[arg-type]
-                for engine in ("plain", "numba")
+                curve(plain, compiled=compiled, **settings)  # type: ignore[arg-type]
+                for compiled in (False, True)
             )
             assert np.array_equal(one.hits, two.hits)
 
@@ -163,11 +163,6 @@ def test_kernels_compile_without_a_cache_folder_too(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert (run.stdout, run.stderr) == ("7\n", "")
-
-
-def test_a_wrong_engine_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="engine 'gpu' is not known; known: auto, numba, plain"):
-        curve(tree_of(ABC), engine="gpu")
 
 
 def test_the_reference_itself_by_hand() -> None:

@@ -56,8 +56,8 @@ def test_compiled_and_plain_results_are_identical() -> None:
     for seed in range(10):
         tree = build_tree(random_trace(seed))
         events = random_events(60, seed)
-        plain, plain_from = concurrent_curve(tree, events, engine="plain")
-        fast, fast_from = concurrent_curve(tree, events, engine="numba")
+        plain, plain_from = concurrent_curve(tree, events, compiled=False)
+        fast, fast_from = concurrent_curve(tree, events, compiled=True)
         assert np.array_equal(plain.hits, fast.hits)
         assert plain_from == fast_from
 

@@ -46,8 +46,10 @@ def test_compiled_and_plain_surfaces_are_identical() -> None:
         tree = build_tree(trace)
         block = trace.requests.block_tokens
         results = [
-            surface(tree, range(0, 400, 7), range(0, 300, 5), chunk_tokens=5 * block, engine=engine)
-            for engine in ("plain", "numba")
+            surface(
+                tree, range(0, 400, 7), range(0, 300, 5), chunk_tokens=5 * block, compiled=compiled
+            )
+            for compiled in (False, True)
         ]
         assert np.array_equal(results[0].gpu_hit_tokens, results[1].gpu_hit_tokens)
         assert np.array_equal(results[0].host_loaded_tokens, results[1].host_loaded_tokens)

@@ -129,16 +129,16 @@ def test_sessions_of_both_scopes_do_not_mix_their_ids(tmp_path: Path) -> None:
     write(tmp_path / "a.json", weka("a", [[1, 2]], hash_id_scope="global"))
     write(tmp_path / "b.json", weka("b", [[1, 2]]))
     write(tmp_path / "c.json", weka("c", [[1, 2]], hash_id_scope="global"))
-    for engine in ("plain", "numba"):
-        first, second, third = paths(read_trace(str(tmp_path), engine=engine))
+    for compiled in (False, True):
+        first, second, third = paths(read_trace(str(tmp_path), compiled=compiled))
         assert first == third
         assert not set(first) & set(second)
 
 
 def test_a_session_that_comes_back_with_new_ids_runs_into_no_other(tmp_path: Path) -> None:
     rows = [weka("a", [[1, 2]]), weka("b", [[1, 2]]), weka("a", [[1, 2, 4]])]
-    for engine in ("plain", "numba"):
-        first, second, third = paths(read_trace(write(tmp_path / "t", *rows), engine=engine))
+    for compiled in (False, True):
+        first, second, third = paths(read_trace(write(tmp_path / "t", *rows), compiled=compiled))
         assert first == third[:2]
         assert len({*first, *second, *third}) == 5
 
@@ -225,16 +225,16 @@ def test_a_dash_is_standard_input_even_when_it_must_be_read_twice(
 @pytest.mark.parametrize("size", [2**31, 2**62 - 1, 2**70])
 def test_ids_of_any_size_stay_distinct(tmp_path: Path, size: int) -> None:
     row = MOONCAKE | {"hash_ids": [size, size + 1, 3]}
-    for engine in ("plain", "numba"):
-        (path,) = paths(read_trace(write(tmp_path / "t", row), engine=engine))
+    for compiled in (False, True):
+        (path,) = paths(read_trace(write(tmp_path / "t", row), compiled=compiled))
         assert len(set(path)) == 3
 
 
 @pytest.mark.parametrize("wrap", [2**32, 2**63, 2**64])
 def test_ids_that_are_equal_in_too_few_bits_are_different_blocks(tmp_path: Path, wrap: int) -> None:
     row = MOONCAKE | {"hash_ids": [3, wrap + 3]}
-    for engine in ("plain", "numba"):
-        (path,) = paths(read_trace(write(tmp_path / "t", row), engine=engine))
+    for compiled in (False, True):
+        (path,) = paths(read_trace(write(tmp_path / "t", row), compiled=compiled))
         assert len(set(path)) == 2
 
 
@@ -303,7 +303,7 @@ def test_the_compiled_scanner_reads_what_the_plain_way_reads(tmp_path: Path) -> 
         ]  # fmt: skip
         file = tmp_path / f"{seed}"
         file.write_bytes(spaced_json(draw, rows))
-        fast, plain = (read_trace(str(file), engine=engine) for engine in ("numba", "plain"))
+        fast, plain = (read_trace(str(file), compiled=compiled) for compiled in (True, False))
         assert paths(fast) == paths(plain) == [row["hash_ids"] for row in rows], seed
         assert fast.ids.dtype == plain.ids.dtype
         assert fast.requests.time_ns.tolist() == plain.requests.time_ns.tolist()
@@ -329,13 +329,13 @@ BAD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["plain", "numba"])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("change", "message"), BAD_ROWS)
 def test_a_wrong_value_is_named_with_file_line_and_field(
-    tmp_path: Path, engine: str, change: dict[str, Any], message: str
+    tmp_path: Path, compiled: bool, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TraceError, match=message):
-        read_trace(write(tmp_path / "t", MOONCAKE, MOONCAKE | change), engine=engine)
+        read_trace(write(tmp_path / "t", MOONCAKE, MOONCAKE | change), compiled=compiled)
 
 
 BAD_TEXTS = [
@@ -363,22 +363,22 @@ BAD_TEXTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["plain", "numba"])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("text", "message"), BAD_TEXTS)
 def test_what_is_no_trace_is_refused(
-    tmp_path: Path, engine: str, text: bytes, message: str
+    tmp_path: Path, compiled: bool, text: bytes, message: str
 ) -> None:
     (tmp_path / "t").write_bytes(text)
     with pytest.raises(TraceError, match=message):
-        read_trace(str(tmp_path / "t"), engine=engine)
+        read_trace(str(tmp_path / "t"), compiled=compiled)
 
 
-@pytest.mark.parametrize("engine", ["plain", "numba"])
-def test_a_truncated_last_row_is_an_error_with_its_line(tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_truncated_last_row_is_an_error_with_its_line(tmp_path: Path, compiled: bool) -> None:
     rows = json.dumps(MOONCAKE) + "\n" + json.dumps(MOONCAKE)[:-9]
     (tmp_path / "t").write_text(rows)
     with pytest.raises(TraceError, match=r"t:2: not valid JSON"):
-        read_trace(str(tmp_path / "t"), engine=engine)
+        read_trace(str(tmp_path / "t"), compiled=compiled)
 
 
 def test_rows_of_another_format_or_block_size_are_refused(tmp_path: Path) -> None:
@@ -463,11 +463,13 @@ def test_long_files_are_read_in_pieces_that_keep_their_line_numbers(
 ) -> None:
     monkeypatch.setattr("sim.curves.readers.PIECE_BYTES", 200)
     rows = [MOONCAKE | {"hash_ids": [i, i + 1], "timestamp": i} for i in range(50)]
-    for engine in ("plain", "numba"):
-        trace = read_trace(write(tmp_path / "t", *rows), engine=engine)
+    for compiled in (False, True):
+        trace = read_trace(write(tmp_path / "t", *rows), compiled=compiled)
         assert paths(trace) == [row["hash_ids"] for row in rows]
         with pytest.raises(TraceError, match=r"bad:51: field 'timestamp' is -1"):
-            read_trace(write(tmp_path / "bad", *rows, MOONCAKE | {"timestamp": -1}), engine=engine)
+            read_trace(
+                write(tmp_path / "bad", *rows, MOONCAKE | {"timestamp": -1}), compiled=compiled
+            )
 
 
 def test_blocks_that_a_prompt_does_not_fill_can_be_left_out(tmp_path: Path) -> None:

@@ -33,12 +33,12 @@ def in_common(one: list[Any], other: list[Any]) -> int:
                 min(len(one), len(other)))  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["plain", "numba"])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_turns_prompt_is_the_prompt_before_the_answer_and_what_is_new(
-    tmp_path: Path, engine: str
+    tmp_path: Path, compiled: bool
 ) -> None:
     # 1,536 + 512 generated + 512 new are 2,560 tokens: 5 blocks of 512, the first 3 seen before.
-    trace = read(tmp_path, FIRST, SECOND, engine=engine)
+    trace = read(tmp_path, FIRST, SECOND, compiled=compiled)
     assert trace.requests.input_tokens.tolist() == [1536, 2560]
     first, second = paths(trace)
     assert (len(first), len(second), in_common(first, second)) == (3, 5, 3)
@@ -140,19 +140,19 @@ def test_answers_that_fill_blocks_are_what_a_cache_may_find_besides(tmp_path: Pa
 
 
 @pytest.mark.parametrize("field", ["session_id", "delay"])
-@pytest.mark.parametrize("engine", ["plain", "numba"])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_rows_that_may_be_turns_are_not_read_until_somebody_says_what_they_are(
-    tmp_path: Path, field: str, engine: str
+    tmp_path: Path, field: str, compiled: bool
 ) -> None:
     plain = {name: FIRST[name] for name in FIRST if name != "session_id"}
     row = plain | {field: 7}
     with pytest.raises(TraceError, match=rf"t:2: field '{field}': .* say --deltas or --no-deltas"):
-        read(tmp_path, plain, row, deltas=None, engine=engine)
-    whole = read(tmp_path, plain, row, deltas=False, engine=engine)
+        read(tmp_path, plain, row, deltas=None, compiled=compiled)
+    whole = read(tmp_path, plain, row, deltas=False, compiled=compiled)
     assert whole.requests.input_tokens.tolist() == [1536, 1536]
     assert paths(whole) == [[1, 2, 3]] * 2
     says_so = row | {"context_mode": "message_array_with_responses"}
-    assert paths(read(tmp_path, plain, says_so, deltas=None, engine=engine)) == [[1, 2, 3]] * 2
+    assert paths(read(tmp_path, plain, says_so, deltas=None, compiled=compiled)) == [[1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("field", ["messages", "payload", "text_input"])
