@@ -66,7 +66,7 @@ PARTS = {
         Part("scheduler", "schedulers", "none", False, 0.1, 1_000),
         Part("async-scheduler", "schedulers", "none", True, 0.15, 1_000),
         Part("lmcache", "lmcache_inprocess", "lmcache", True, 0.2, 500),
-        Part("lmcache-mp", "lmcache_server", "lmcache-mp", True, 0.25, 150),
+        Part("lmcache-mp", "lmcache_server", "lmcache-mp", True, 0.25, 400),
         Part("native", "native_offload", "native", True, 0.15, 1_000),
     )
 }
