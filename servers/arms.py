@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from servers.tiers.base import HostTier, ServedTier
 from servers.tiers.registry import SERVED
+from sim.geometry import KvGeometry
 from sim.tiers.settings import TierKind
 
 SUPPORTED: Final = ("0.32.0", "0.5.6")
@@ -35,6 +37,12 @@ class ServerSpec:
     dtype: str
     load_format: Literal["auto", "dummy"] = "auto"
     eager: bool = False
+
+    def geometry(self) -> KvGeometry:
+        """The KV of a model on this machine; vLLM is told the model's dtype, and none for its KV."""
+        return KvGeometry.from_config(
+            Path(self.model), "auto", model_dtype=self.dtype, max_model_len=self.max_model_len
+        )
 
 
 @dataclass(frozen=True, slots=True)

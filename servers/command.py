@@ -229,7 +229,7 @@ def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
 def _fake_geometry(server: ServerSpec) -> KvGeometry:
     """The KV size the fake pretends: that of the model's config.json, where it is on disk."""
     if is_local(server.model):
-        return KvGeometry.from_config(Path(server.model), kv_dtype=server.dtype)
+        return server.geometry()
     return KvGeometry(bytes_per_token=_FAKE_BYTES_PER_TOKEN)
 
 

@@ -10,7 +10,6 @@ from servers.arms import Arm
 from servers.command import is_local
 from servers.errors import LaunchError
 from servers.tiers.base import Transfer
-from sim.geometry import KvGeometry
 from sim.units import GIB, MIB
 
 # The segment is page aligned and a little larger than the pool.
@@ -47,7 +46,7 @@ def choose_transfer(arm: Arm) -> Transfer:
     server = arm.server
     if arm.host is None or server.build != "cpu" or not is_local(server.model):
         return "lmcache_driven"
-    geometry = KvGeometry.from_config(Path(server.model), kv_dtype=server.dtype)
+    geometry = server.geometry()
     shm = shutil.disk_usage("/dev/shm")
     pool_bytes = server.num_gpu_blocks * server.block_size * geometry.bytes_per_token
     return transfer_for(pool_bytes, shm_bytes=shm.total, shm_free_bytes=shm.free)

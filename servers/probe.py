@@ -7,7 +7,6 @@ serves on, recomputing everything, when its connector does not work.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -20,7 +19,7 @@ from servers.launch import Running
 from servers.series import CACHE_INFO
 from servers.tiers.base import Asked, HostTier, answer_of
 from servers.tiers.registry import INFOS, SERVED
-from sim.geometry import KvGeometry, host_bytes
+from sim.geometry import host_bytes
 from sim.tiers.host import align_up
 
 _TIMEOUT_S: Final = 10.0
@@ -168,6 +167,6 @@ def _holds_as_much(facts: ServerFacts, host: HostTier, server: ServerSpec) -> bo
     asked, got = host_bytes(host.gib), facts.host_bytes or 0
     if not is_local(server.model):
         return got == asked
-    geometry = KvGeometry.from_config(Path(server.model), kv_dtype=server.dtype)
+    geometry = server.geometry()
     chunk = align_up(geometry.chunk_bytes(host.chunk_tokens))
     return got // chunk == asked // chunk

@@ -72,8 +72,3 @@ class DenseShape:
     def flop_per_pair(self) -> int:
         """Operations of attention for one (query, key) pair: Q·K and P·V, 2 each, all layers."""
         return 4 * self.heads * self.head_dim * self.layers
-
-    def prefill_flop(self, computed: int, cached: int) -> float:
-        """Operations to compute ``computed`` tokens after ``cached`` ones."""
-        pairs = computed * (cached + computed / 2)
-        return self.flop_per_token * computed + self.flop_per_pair * pairs

@@ -4,74 +4,40 @@ A group is what vLLM manages by one rule: full attention, a sliding window, chun
 latent, a recurrent state. What a config does not tell is said in ``KvLayout.unknown``.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 from sim.errors import SpecError
-
-Kind = Literal["full_attention", "sliding_window", "chunked_attention", "mla", "state"]
-
-_DTYPE_BYTES = {
-    "float32": 4,
-    "float": 4,
-    "float16": 2,
-    "half": 2,
-    "bfloat16": 2,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-}
-
-_MOST_LAYERS = 10_000  # they are listed one by one; no model has a tenth as many
-
-# layer_types as transformers 5 and older configs spell them; "none" keeps nothing between tokens.
-_KIND_OF: dict[str, Kind | Literal["none"]] = {
-    "full_attention": "full_attention",
-    "attention": "full_attention",
-    "sliding_attention": "sliding_window",
-    "chunked_attention": "chunked_attention",
-    "linear_attention": "state",
-    "mamba": "state",
-    "conv": "state",
-    "moe": "none",
-    "mlp": "none",
-}
-
-# Set by models with recurrent layers, also where each layer has both kinds (Falcon-H1).
-_RECURRENT_FIELDS = ("mamba_", "ssm_", "linear_num_", "rwkv_")
-
-_NEMOTRON = {"*": "full_attention", "M": "mamba", "-": "mlp", "E": "moe"}
+from sim.models.config import ModelConfig
+from sim.models.dtype import bytes_of, own_dtype, value_bytes
+from sim.models.layers import Kind, indexed_layers, kinds_of, shared_layers
 
 # Fields set only by models whose KV this module cannot size (names as in Hugging Face configs of
-# T5, Gemma 4, Hunyuan, DeepSeek-V4, Kimi-Linear, GPT-BigCode and Falcon).
+# T5, Gemma 4, Step 3.5, MiMo-V2, Hunyuan, Kimi-Linear, DeepSeek-V4).
 _REFUSED_WHEN_SET = {
     "is_encoder_decoder": "cross-attention keeps KV of the encoder too",
     "global_head_dim": "full and sliding layers have heads of different size",
     "num_global_key_value_heads": "full and sliding layers have different KV head counts",
+    "attention_other_setting": "full and sliding layers have different KV head counts",
+    "swa_num_key_value_heads": "full and sliding layers have different KV head counts",
     "use_cla": "layers share KV across layers (CLA)",
     "linear_attn_config": "layers of MLA and of linear attention are listed in their own way",
     "compress_ratios": "layers keep compressed KV, each its own share",
-    "multi_query": "the KV head count is not in num_key_value_heads",
-    "num_kv_heads": "the KV head count is not in num_key_value_heads",
+    "sparse_attention_config": "an indexer keeps keys of its own",
+    "per_layer_config": "each layer has sizes of its own",
 }
 
-# What these models' config.json may leave to their class (transformers 5, configuration_*.py).
-_CLASS_DEFAULTS: dict[str, dict[str, int]] = {
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256, "sliding_window_pattern": 2, "sliding_window": 4096},
-    "gemma3_text": {
-        "head_dim": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "sliding_window_pattern": 6,
-        "sliding_window": 4096,
-    },
-    "gpt_oss": {"sliding_window_pattern": 2},
-    "cohere2": {"sliding_window_pattern": 4, "sliding_window": 4096},
-}
+# Classes whose layers keep more than, or other than, keys and values of equal size (vLLM 0.32).
+REFUSED_TYPES = (
+    "bailing_hybrid", "deepseek_v4", "deepseek_v41", "diffusion_gemma_text", "dots3_note",
+    "gemma4_text", "gemma4_unified_text", "glm5_next_text", "hrm_text", "hy_v4", "inkling_model",
+    "inkling_text", "iquestloopcoder", "k3_dspark", "kimi_linear", "mimo_v2", "mimo_v2_flash",
+    "minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text", "plamo3", "qwen4_exp_text", "step3p5", "step3p7", "zaya",
+)  # fmt: skip
+
+_DS_MLA = "fp8_ds_mla"
+_DS_MLA_BYTES = 656  # 512 fp8 values, 4 float32 scales, 64 bfloat16: MLAAttention, vLLM 0.32
+_INDEX_SCALE_OF = 128  # fp8 values of an index key share a float32: Indexer in deepseek_v2.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +46,8 @@ class KvGroup:
 
     ``bytes_per_token`` counts tokens the group still keeps: at most ``window_tokens`` of them where
     that is not None. For a ``state`` group it is None: such layers keep ``state_bytes`` a sequence,
-    however long (None: the config does not tell, see ``KvLayout.unknown``). ``kv_heads`` is None
-    where nothing is kept by head.
+    however long (None: the config does not tell, see ``KvLayout.unknown``). ``kv_heads``: of each
+    layer; None where nothing is kept by head.
     """
 
     kind: Kind
@@ -89,7 +55,7 @@ class KvGroup:
     bytes_per_token: int | None = None
     window_tokens: int | None = None
     state_bytes: int | None = None
-    kv_heads: int | None = None
+    kv_heads: tuple[int, ...] | None = None
 
     def worker_bytes_per_token(self, workers: int) -> int:
         """Bytes each of ``workers`` tensor-parallel ranks keeps of one token.
@@ -101,11 +67,13 @@ class KvGroup:
             raise SpecError(f"{self.kind} layers keep no tokens")
         if self.kv_heads is None:
             return self.bytes_per_token
-        if self.kv_heads % workers and workers % self.kv_heads:
-            raise SpecError(
-                f"{self.kv_heads} KV heads cannot be shared by {workers} tensor-parallel ranks"
-            )
-        return self.bytes_per_token // self.kv_heads * max(1, self.kv_heads // workers)
+        for heads in self.kv_heads:
+            if heads % workers and workers % heads:
+                raise SpecError(
+                    f"{heads} KV heads cannot be shared by {workers} tensor-parallel ranks"
+                )
+        head_bytes = self.bytes_per_token // sum(self.kv_heads)
+        return head_bytes * sum(max(1, heads // workers) for heads in self.kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,31 +89,38 @@ class KvLayout:
     attention_heads: int | None = None
 
     @classmethod
-    def from_config(cls, path: Path, kv_dtype: str) -> "KvLayout":
+    def from_config(
+        cls,
+        path: Path,
+        kv_dtype: str,
+        *,
+        model_dtype: str = "auto",
+        max_model_len: int | None = None,
+    ) -> "KvLayout":
         """Read ``path`` as ``KvGeometry.from_config`` does, for any model this module knows.
 
         Raises SpecError where not even the groups can be told; OSError when there is no file.
         """
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise SpecError(f"{file} is not JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise SpecError(f"{file} holds a {type(config).__name__}, not a model config")
-        text = config.get("text_config")
-        text = text if isinstance(text, dict) else config
-        text = _CLASS_DEFAULTS.get(str(text.get("model_type")), {}) | text
-        return _Reader(text, config, file).layout(kv_dtype)
-
-    @property
-    def is_predictable(self) -> bool:
-        """Whether token sources can be predicted exactly: one full-attention group, all known."""
-        return self.why_not_predictable is None
+        config = ModelConfig.read(path)
+        _refuse_unknown(config)
+        groups, unknown = _groups(config, kv_dtype, model_dtype)
+        if not groups:
+            raise SpecError(f"{config.file}: no layer keeps KV")
+        heads = config.text.get("num_attention_heads")
+        longest = config.longest_tokens if max_model_len is None else max_model_len
+        return cls(
+            source=config.file,
+            groups=tuple(_as_full(groups, longest)),
+            unknown=tuple(unknown),
+            attention_heads=None if heads is None else config.size("num_attention_heads"),
+        )
 
     @property
     def why_not_predictable(self) -> str | None:
-        """Why not, in words; None when ``is_predictable``."""
+        """Why token sources cannot be predicted exactly, in words; None when they can be.
+
+        They can for one group of full attention with nothing unknown.
+        """
         kinds = [group.kind for group in self.groups]
         if len(kinds) != 1:
             return (
@@ -171,20 +146,6 @@ class KvLayout:
                 "tensor-parallel ranks"
             )
 
-    def bytes_for(self, n_tokens: int) -> int | None:
-        """Bytes the groups keep of one sequence of ``n_tokens``; None when a size is unknown.
-
-        vLLM's pages are not modelled: they round up, and a sliding window needs a block more.
-        """
-        total = 0
-        for group in self.groups:
-            kept = n_tokens if group.window_tokens is None else min(n_tokens, group.window_tokens)
-            size = group.state_bytes if group.kind == "state" else group.bytes_per_token
-            if size is None:
-                return None
-            total += size if group.kind == "state" else size * kept
-        return total
-
 
 _WORDS: dict[Kind, str] = {
     "full_attention": "full attention",
@@ -195,250 +156,131 @@ _WORDS: dict[Kind, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """One config: ``text`` is the language model's part of ``config``; errors name ``file``."""
+def _refuse_unknown(config: ModelConfig) -> None:
+    text = config.text
+    if config.model_type in REFUSED_TYPES:
+        raise SpecError(
+            f"{config.file} is a {config.model_type}: what its layers keep is not known here"
+        )
+    for field, reason in _REFUSED_WHEN_SET.items():
+        if text.get(field):
+            raise SpecError(f"{config.file} sets {field}={text[field]!r}: {reason}; not supported")
+    v_head_dim = text.get("v_head_dim")
+    if v_head_dim and not text.get("kv_lora_rank") and v_head_dim != text.get("head_dim"):
+        raise SpecError(f"{config.file} has v_head_dim={v_head_dim!r}, not that of K")
 
-    text: Mapping[str, Any]
-    config: Mapping[str, Any]
-    file: Path
 
-    def layout(self, kv_dtype: str) -> KvLayout:
-        self._refuse_unknown()
-        value_bytes = self._dtype_bytes(kv_dtype)
-        unknown: list[str] = []
-        kinds = self._own_kinds(self._kinds(), unknown)
-        groups = []
-        for kind in dict.fromkeys(kinds):
-            layers = kinds.count(kind)
-            if kind == "state":
-                groups.append(KvGroup(kind=kind, layers=layers, state_bytes=self._state(layers)))
-                unknown.append(self._about_state(groups[-1]))
-                continue
-            window = self._window(kind)
-            if window is None and kind in ("sliding_window", "chunked_attention"):
-                unknown.append(f"{kind}: the config does not say how many tokens it keeps")
+def _groups(
+    config: ModelConfig, kv_dtype: str, model_dtype: str
+) -> tuple[list[KvGroup], list[str]]:
+    """The groups by kind, and what is not known of them."""
+    if config.text.get("index_topk") and not config.is_mla:
+        raise SpecError(
+            f"{config.file} sets index_topk and is no MLA: what its indexer keeps is not known here"
+        )
+    kinds, shared, unknown = kinds_of(config), shared_layers(config), list[str]()
+    if shared:
+        unknown.append(
+            f"the last {shared} layers share another layer's KV and hold none; whether the host "
+            "tier copies it once is not established"
+        )
+    # Heads of each layer that holds KV of its own, by kind; a state and a latent have none.
+    heads_of: dict[Kind, list[int]] = {}
+    has_heads = any(kind not in ("mla", "state", "none") for kind in kinds)
+    heads = config.kv_heads() if has_heads else (1,) * len(kinds)
+    for kind, n in list(zip(kinds, heads, strict=True))[: len(kinds) - shared]:
+        if kind != "none" and n:
+            heads_of.setdefault(kind, []).append(n)
+    groups = []
+    for kind, each in heads_of.items():
+        if kind == "state":
+            groups.append(_state_group(config, len(each), unknown))
+        elif kind == "mla":
+            groups.append(_latent_group(config, len(each), kv_dtype, model_dtype, unknown))
+        else:
             groups.append(
-                KvGroup(
-                    kind=kind,
-                    layers=layers,
-                    bytes_per_token=layers * self._values_per_layer(kind) * value_bytes,
-                    window_tokens=window,
-                    kv_heads=None if kind == "mla" else self._kv_heads(),
-                )
+                _head_group(config, kind, each, value_bytes(config, kv_dtype, model_dtype))
             )
-        if self.text.get("index_topk"):
-            unknown.append("index_topk: the sparse indexer keeps a cache of its own, not counted")
-        if not groups:
-            raise SpecError(f"{self.file}: no layer keeps KV")
-        heads = None
-        if self.text.get("num_attention_heads") is not None:
-            heads = self._size("num_attention_heads")
-        return KvLayout(self.file, tuple(groups), tuple(unknown), heads)
+            if groups[-1].window_tokens is None and kind != "full_attention":
+                unknown.append(f"{kind}: the config does not say how many tokens it keeps")
+    return groups, unknown
 
-    def _refuse_unknown(self) -> None:
-        text = self.text
-        for field, reason in _REFUSED_WHEN_SET.items():
-            named = field in ("multi_query", "num_kv_heads") and text.get("num_key_value_heads")
-            if text.get(field) and not named:
-                raise SpecError(
-                    f"{self.file} sets {field}={text[field]!r}: {reason}; not supported"
-                )
-        v_head_dim = text.get("v_head_dim")
-        if not text.get("kv_lora_rank") and v_head_dim not in (None, text.get("head_dim")):
-            raise SpecError(f"{self.file} has v_head_dim={v_head_dim!r}, not that of K")
 
-    def _kinds(self) -> list[Kind | Literal["none"]]:
-        """What each layer keeps, first layer first."""
-        text, layers = self.text, self._size("num_hidden_layers")
-        if layers > _MOST_LAYERS:
-            raise SpecError(
-                f"{self.file} has num_hidden_layers={layers}; {_MOST_LAYERS:,} is the most"
-            )
-        named = self._named_layers(layers)
-        if len(named) != layers:
-            raise SpecError(
-                f"{self.file} names the kind of {len(named)} layers and has {layers} of them"
-            )
-        strange = sorted({str(name) for name in named if name not in _KIND_OF})
-        if strange:
-            raise SpecError(
-                f"{self.file} has layers of {strange}, whose KV is not known here; "
-                f"known: {sorted(_KIND_OF)}"
-            )
-        kinds = [_KIND_OF[name] for name in named]
-        recurrent = [field for field in text if field.startswith(_RECURRENT_FIELDS)]
-        if recurrent and "state" not in kinds:
-            raise SpecError(
-                f"{self.file} sets {recurrent[0]} and names no layer with a recurrent state: which "
-                "layers keep what is not known"
-            )
-        if text.get("kv_lora_rank"):
-            return ["mla" if kind == "full_attention" else kind for kind in kinds]
-        return kinds
+def _as_full(groups: list[KvGroup], longest: int | None) -> list[KvGroup]:
+    """A window no sequence outgrows is no window: vLLM finds and frees blocks as without it."""
+    only = groups[0]
+    if len(groups) > 1 or only.kind != "sliding_window" or only.window_tokens is None:
+        return groups
+    if longest is None or only.window_tokens < longest:
+        return groups
+    return [replace(only, kind="full_attention")]
 
-    def _named_layers(self, layers: int) -> Sequence[str]:
-        """The kind of every layer in a config's own words, from whichever field has it."""
-        text = self.text
-        for field in ("layer_types", "layers_block_type"):
-            if text.get(field):
-                return [str(kind) for kind in self._list(field)]
-        if text.get("hybrid_override_pattern"):  # Nemotron-H
-            return [_NEMOTRON.get(letter, letter) for letter in text["hybrid_override_pattern"]]
-        if text.get("attn_type_list"):  # MiniMax
-            return ["full_attention" if full else "mamba" for full in self._list("attn_type_list")]
-        if text.get("attn_layer_indices"):  # Bamba
-            indices = self._list("attn_layer_indices")
-            return _every(layers, lambda i: i in indices, "mamba")
-        if text.get("attn_layer_period"):  # Jamba
-            period, offset = self._size("attn_layer_period"), text.get("attn_layer_offset") or 0
-            return _every(layers, lambda i: i % period == offset, "mamba")
-        if text.get("full_attention_interval"):  # Qwen3-Next
-            interval = self._size("full_attention_interval")
-            return _every(layers, lambda i: (i + 1) % interval == 0, "linear_attention")
-        if text.get("attention_chunk_size"):
-            raise SpecError(
-                f"{self.file} sets attention_chunk_size and no layer_types: which layers have "
-                "chunked attention is not known"
-            )
-        return self._windowed_layers(layers)
 
-    def _windowed_layers(self, layers: int) -> Sequence[str]:
-        text = self.text
-        # Qwen configs carry a window and switch it off; Mistral's has no switch and means it.
-        if not text.get("sliding_window") or not text.get("use_sliding_window", True):
-            return ["full_attention"] * layers
-        if text.get("sliding_window_pattern"):  # Gemma 2 and 3
-            pattern = self._size("sliding_window_pattern")
-            return _every(layers, lambda i: (i + 1) % pattern == 0, "sliding_attention")
-        if text.get("max_window_layers") is not None:  # Qwen2: the window starts at this layer
-            first = self._size("max_window_layers", least=0)
-            return _every(layers, lambda i: i < first, "sliding_attention")
-        return ["sliding_attention"] * layers
+def _head_group(config: ModelConfig, kind: Kind, heads: list[int], size: int) -> KvGroup:
+    if config.keeps_whole_heads:
+        of_head = config.size("qk_nope_head_dim") + config.size("qk_rope_head_dim")
+    else:
+        of_head = config.head_dim
+    field = {"sliding_window": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    window = None
+    if kind in field and config.text.get(field[kind]) is not None:
+        window = config.size(field[kind]) + config.more_window_tokens(kind)
+    return KvGroup(
+        kind=kind,
+        layers=len(heads),
+        bytes_per_token=2 * sum(heads) * of_head * size,  # 2: one K and one V
+        window_tokens=window,
+        kv_heads=tuple(heads),
+    )
 
-    def _own_kinds(self, kinds: list[Kind | Literal["none"]], unknown: list[str]) -> list[Kind]:
-        """Kinds of the layers that hold KV of their own; the last ones may read another's."""
-        shared = 0
-        if self.text.get("num_kv_shared_layers"):
-            shared = self._size("num_kv_shared_layers")
-        if shared >= len(kinds):
-            raise SpecError(f"{self.file} has num_kv_shared_layers={shared} of {len(kinds)} layers")
-        if shared:
+
+def _latent_group(
+    config: ModelConfig, layers: int, kv_dtype: str, model_dtype: str, unknown: list[str]
+) -> KvGroup:
+    """One latent and one rotary key a layer, shared by all heads, and an indexer's key."""
+    indexed = indexed_layers(config)
+    if kv_dtype == _DS_MLA and indexed:
+        latent = _DS_MLA_BYTES
+    else:
+        size = value_bytes(config, kv_dtype, model_dtype)
+        latent = (config.size("kv_lora_rank") + config.size("qk_rope_head_dim")) * size
+        if indexed and size == 1:
             unknown.append(
-                f"the last {shared} layers share another layer's KV and hold none; whether the "
-                "host tier copies it once is not established"
+                f"a sparse MLA in fp8: FlashMLA keeps {_DS_MLA_BYTES} bytes a token and layer, not "
+                f"{latent}; name the KV dtype {_DS_MLA} where it runs"
             )
-        return [kind for kind in kinds[: len(kinds) - shared] if kind != "none"]
+    if config.model_type == "glm_moe_dsa" and kv_dtype == "auto" and latent != _DS_MLA_BYTES:
+        unknown.append("on a GPU of capability 10.x vLLM keeps this model's latent in fp8_e4m3")
+    key = 0
+    if indexed:
+        values = config.size("index_head_dim")
+        key = values + values // _INDEX_SCALE_OF * 4  # fp8 in vLLM, whatever the latent is in
+    return KvGroup(kind="mla", layers=layers, bytes_per_token=layers * latent + indexed * key)
 
-    def _values_per_layer(self, kind: Kind) -> int:
-        """Numbers one token leaves in one layer."""
-        if kind == "mla":  # one latent and one rotary key, shared by all heads; not doubled
-            return self._size("kv_lora_rank") + self._size("qk_rope_head_dim")
-        return 2 * self._kv_heads() * self._head_dim()  # 2: one K and one V
 
-    def _kv_heads(self) -> int:
-        heads = self._size("num_attention_heads")
-        if self.text.get("num_key_value_heads") is None:
-            return heads
-        kv_heads = self._size("num_key_value_heads")
-        if heads % kv_heads:  # vLLM's Attention layer asserts it
-            raise SpecError(
-                f"{self.file} has num_key_value_heads={kv_heads}, which do not divide its "
-                f"{heads} attention heads: every KV head serves as many of them"
-            )
-        return kv_heads
-
-    def _window(self, kind: Kind) -> int | None:
-        field = {"sliding_window": "sliding_window", "chunked_attention": "attention_chunk_size"}
-        if kind not in field or self.text.get(field[kind]) is None:
-            return None
-        return self._size(field[kind])
-
-    def _state(self, layers: int) -> int | None:
-        """Bytes of a gated-delta-net state a sequence (vLLM ``gated_delta_net_state_shape``)."""
-        fields = ("key_head_dim", "num_key_heads", "value_head_dim", "num_value_heads")
-        if any(self.text.get(f"linear_{field}") is None for field in (*fields, "conv_kernel_dim")):
-            return None
-        k_dim, k_heads, v_dim, v_heads = (self._size(f"linear_{field}") for field in fields)
-        convolution = (2 * k_dim * k_heads + v_dim * v_heads) * (
-            self._size("linear_conv_kernel_dim") - 1
-        )
-        own = self._own_dtype()
-        recurrent = str(self.text.get("mamba_ssm_dtype") or own)  # Qwen3.5 names it apart
-        if own not in _DTYPE_BYTES or recurrent not in _DTYPE_BYTES:
-            return None
-        return layers * (
-            convolution * _DTYPE_BYTES[own] + v_heads * v_dim * k_dim * _DTYPE_BYTES[recurrent]
-        )
-
-    def _about_state(self, group: KvGroup) -> str:
-        if group.state_bytes is None:
-            return "state: the config does not tell this module the size of a recurrent state"
-        return (
+def _state_group(config: ModelConfig, layers: int, unknown: list[str]) -> KvGroup:
+    size = _state_bytes(config)
+    if size is None:
+        unknown.append("state: the config does not tell this module the size of a recurrent state")
+    else:
+        unknown.append(
             "state: sized in the model's own dtype; vLLM pads it to a page of the attention "
             "layers, and --mamba-cache-dtype changes it"
         )
-
-    def _size(self, field: str, *, least: int = 1) -> int:
-        value = self.text.get(field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise SpecError(
-                f"{self.file} has {field}={value!r}; a whole number of at least {least} is needed"
-            )
-        return value
-
-    def _list(self, field: str) -> list[Any]:
-        value = self.text[field]
-        if not isinstance(value, list):
-            raise SpecError(f"{self.file} has {field}={value!r}; a list is needed")
-        return value
-
-    def _head_dim(self) -> int:
-        heads = self._size("num_attention_heads")
-        if self.text.get("head_dim") is not None:
-            return self._size("head_dim")
-        hidden = self._size("hidden_size")
-        if hidden % heads:
-            raise SpecError(
-                f"{self.file} has no head_dim, and hidden_size {hidden} is not a multiple of "
-                f"{heads} heads"
-            )
-        return hidden // heads
-
-    def _own_dtype(self) -> str:
-        """The dtype the config names, or an empty string."""
-        named = (
-            found.get(field)
-            for found in (self.text, self.config)
-            for field in ("dtype", "torch_dtype")
-        )
-        return next((str(value) for value in named if value), "")
-
-    def _refuse_quantized_kv(self) -> None:
-        # vLLM 0.32 takes "auto" for what such a checkpoint declares (attention.py and
-        # torch_utils.get_kv_cache_quant_algo_string): fp8, or a packed format.
-        scheme = self.config.get("quantization_config")
-        for field in ("kv_cache_scheme", "kv_cache_quant_algo"):
-            if isinstance(scheme, dict) and scheme.get(field):
-                raise SpecError(
-                    f"{self.file} declares quantization_config.{field}={scheme[field]!r}, so "
-                    "vLLM's 'auto' is not the model's dtype: name the KV dtype"
-                )
-
-    def _dtype_bytes(self, kv_dtype: str) -> int:
-        name = kv_dtype
-        if kv_dtype == "auto":
-            self._refuse_quantized_kv()
-            name = self._own_dtype()
-            if name in ("", "float32"):
-                raise SpecError(
-                    f"{self.file} says dtype {name or 'nothing'}, so vLLM's 'auto' depends on the "
-                    "machine: name the KV dtype"
-                )
-        if name not in _DTYPE_BYTES:
-            raise SpecError(f"KV dtype {name!r} is not known; known: {sorted(_DTYPE_BYTES)}")
-        return _DTYPE_BYTES[name]
+    return KvGroup(kind="state", layers=layers, state_bytes=None if size is None else layers * size)
 
 
-def _every(layers: int, is_full: Callable[[int], bool], otherwise: str) -> list[str]:
-    return ["full_attention" if is_full(i) else otherwise for i in range(layers)]
+def _state_bytes(config: ModelConfig) -> int | None:
+    """Bytes of one gated-delta-net state (vLLM ``gated_delta_net_state_shape``)."""
+    fields = ("key_head_dim", "num_key_heads", "value_head_dim", "num_value_heads")
+    if any(config.text.get(f"linear_{field}") is None for field in (*fields, "conv_kernel_dim")):
+        return None
+    k_dim, k_heads, v_dim, v_heads = (config.size(f"linear_{field}") for field in fields)
+    kernel = config.size("linear_conv_kernel_dim")
+    convolution = (2 * k_dim * k_heads + v_dim * v_heads) * (kernel - 1)
+    own = own_dtype(config)
+    own_bytes = bytes_of(own)
+    recurrent_bytes = bytes_of(str(config.text.get("mamba_ssm_dtype") or own))  # Qwen3.5 names it
+    if own_bytes is None or recurrent_bytes is None:
+        return None
+    return convolution * own_bytes + v_heads * v_dim * k_dim * recurrent_bytes

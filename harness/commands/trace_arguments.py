@@ -74,7 +74,7 @@ class ModelArguments:
     """Whose KV it is."""
 
     model: Annotated[
-        str | None, typer.Option(help="Model folder, config.json or downloaded hub id: gives GiB.")
+        str | None, typer.Option(help="Model folder, config.json or hub id: gives GiB.")
     ] = None
     kv_dtype: Annotated[
         str, typer.Option(help="What the KV cache is kept in, e.g. bfloat16, fp8.")
@@ -110,13 +110,13 @@ def trace_options(source: TraceArguments, starts: StartArguments | None = None) 
 
 def model_config(name: str | None) -> Path | None:
     """Where the model's config.json is; None without a model."""
+    from harness.plan.lookup import config_of
     from harness.traces.load import input_errors
-    from sim.geometry import find_model
 
     if name is None:
         return None
     with input_errors():
-        return find_model(name)
+        return config_of(name)
 
 
 def load_trace(

@@ -16,9 +16,9 @@ from harness.forecast.deployment_bounds import Bounds, whatever_is_kept, wheneve
 from harness.forecast.deployment_file import REQUEST_IN_BLOCKS, Deployment
 from harness.forecast.deployment_text import sentences
 from harness.forecast.edges import host_edge_of, is_affordable, least_from
+from harness.plan.lookup import config_of
 from servers.tiers.registry import served_tier
 from sim.errors import SpecError
-from sim.geometry import find_model
 from sim.layout import KvGroup, KvLayout
 from sim.predict import NotPredictable, Predictor, TierSpec
 from sim.split import TokenSplit
@@ -131,7 +131,11 @@ def _as_configured(
 
 def _only_group(deployment: Deployment) -> tuple[KvGroup, list[str]]:
     """The model's one group of layers, and why a prediction for it is not exact."""
-    layout = KvLayout.from_config(find_model(deployment.model), deployment.kv_dtype)
+    layout = KvLayout.from_config(
+        config_of(deployment.model),
+        deployment.kv_dtype,
+        max_model_len=deployment.prompt_tokens + deployment.output_tokens,
+    )
     layout.check_workers(deployment.tensor_parallel)
     if len(layout.groups) > 1 or layout.groups[0].kind not in ("full_attention", "mla"):
         held = "; ".join(
@@ -147,6 +151,10 @@ def _only_group(deployment: Deployment) -> tuple[KvGroup, list[str]]:
     inexact = [layout.why_not_predictable] if layout.why_not_predictable else []
     if (note := engine_note(deployment.engine)) is not None:
         inexact.append(note)
+    if layout.groups[0].window_tokens is not None and deployment.host != "none":
+        inexact.append(
+            "a sliding window that no request outgrows was compared with vLLM's own cache alone"
+        )
     if deployment.tensor_parallel > 1:
         inexact.append("more than one tensor-parallel worker was never compared with the engines")
     return layout.groups[0], inexact

@@ -23,7 +23,7 @@ DescribedCount = Annotated[int, Field(ge=1, le=2**40)]
 
 
 class Deployment(EvictionFields):
-    """DEPLOYMENT.toml. ``model``: a path, or a hub id already downloaded.
+    """DEPLOYMENT.toml. ``model``: what ``lookup.config_of`` finds.
 
     ``gpu_kv_tokens`` is vLLM's log line "GPU KV cache size: N tokens". ``host_gib`` is the size as
     it is configured: of each worker for ``lmcache``, of the server for ``lmcache-mp``, in all for

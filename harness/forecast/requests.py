@@ -33,9 +33,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from harness.errors import InputError
 from harness.files import describe_invalid, load_json
 from harness.plan.host import DEFAULT, EvictionFields
+from harness.plan.lookup import config_of
 from servers.tiers.registry import keeps_blocks
 from sim.errors import SpecError
-from sim.geometry import KvGeometry, find_model
+from sim.geometry import KvGeometry
 from sim.predict import NotPredictable, Prediction, TierSpec
 from sim.streaming import StreamPredictor, segment_ids
 from sim.tiers.host import align_up
@@ -69,9 +70,9 @@ _WHY_NOT = {
 class PredictSpec(EvictionFields):
     """SPEC.json. ``num_gpu_blocks`` includes vLLM's null block; sizes in tokens unless said.
 
-    ``chunk_bytes`` is one chunk's KV before alignment: given, or from ``model`` (a path, or a hub
-    id already downloaded) in ``kv_dtype``; without both, bytes are null. ``host_bytes`` makes the
-    watermark of ``lmcache-mp`` exact to the byte and can stand for ``host_chunks``.
+    ``chunk_bytes`` is one chunk's KV before alignment: given, or from ``model`` (what
+    ``lookup.config_of`` finds) in ``kv_dtype``; without both, bytes are null. ``host_bytes`` makes
+    the watermark of ``lmcache-mp`` exact to the byte and can stand for ``host_chunks``.
     ``chunk_size`` is LMCache's 256 unless said, and a block for ``native`` (blocks_per_chunk 1).
     """
 
@@ -321,7 +322,7 @@ def _chunk_bytes(spec: PredictSpec) -> int | None:
         raise SpecError("host_bytes is given, and neither chunk_bytes nor model")
     if spec.model is None:
         return given
-    geometry = KvGeometry.from_config(find_model(spec.model), spec.kv_dtype)
+    geometry = KvGeometry.from_config(config_of(spec.model), spec.kv_dtype)
     computed = geometry.chunk_bytes(spec.chunk_size)
     if given not in (None, computed):
         raise SpecError(f"chunk_bytes is {given}, but {spec.model} keeps {computed} a chunk")

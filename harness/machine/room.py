@@ -12,9 +12,9 @@ from pathlib import Path
 from harness.errors import InputError, MachineError
 from harness.machine.memory import needs_of
 from harness.plan.experiment import Experiment
+from harness.plan.lookup import hub_cache
 from servers.gpu.devices import Device, devices_of
 from servers.memory import check_host_memory
-from sim.geometry import hub_cache
 from sim.units import GIB
 
 

@@ -83,7 +83,9 @@ def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
     weights: Weights = "dummy" if build == "fake" else plan.model.weights
     model = models.find(plan.model.path, weights=weights, cache_dir=cache_dir)
     try:
-        geometry = KvGeometry.from_config(model.config, dtype)
+        geometry = KvGeometry.from_config(
+            model.config, "auto", model_dtype=dtype, max_model_len=plan.server.max_model_len
+        )
     except SpecError as error:
         raise InputError(f"model.path {plan.model.path!r}: {error}") from None
     plan = _with_tier_of(plan, build)

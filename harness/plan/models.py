@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError
+from harness.plan.lookup import find_model, hub_id, shape_names, shape_of
 from harness.plan.plan import Weights
 from servers.tinymodel import write_dummy_model, write_tiny_model
 from sim.errors import SpecError
-from sim.geometry import find_model
+from sim.models.config import language_part, read_json
 
-_SHAPES = Path(__file__).parents[1] / "presets" / "models"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json",
 )  # fmt: skip
@@ -48,20 +48,13 @@ class Model:
 
     def read_config(self) -> dict[str, Any]:
         """config.json, of a multimodal model its language part."""
-        content = json.loads(self.config.read_text(encoding="utf-8"))
-        text = content.get("text_config")
-        return text if isinstance(text, dict) else content
+        return dict(language_part(read_json(self.config)))
 
     @property
     def vocab_size(self) -> int | None:
         """How many token ids it has; None when its config does not say."""
         size = self.read_config().get("vocab_size")
         return size if type(size) is int else None
-
-
-def shape_names() -> list[str]:
-    """Hub ids whose shape comes with kvcliff."""
-    return sorted(path.stem.replace("--", "/") for path in _SHAPES.glob("*.json"))
 
 
 def find(name: str, *, weights: Weights, cache_dir: Path) -> Model:
@@ -76,18 +69,18 @@ def find(name: str, *, weights: Weights, cache_dir: Path) -> Model:
         content = (folder / "config.json").read_bytes()
         source = "kvcliff's own tiny model"
         return Model(name, folder / "config.json", content, str(folder), source, weights)
-    shape = _SHAPES / f"{name.replace('/', '--')}.json"
-    is_shipped = name in shape_names() and not Path(name).expanduser().exists()
-    if is_shipped and weights == "dummy":
+    shape = shape_of(name)
+    if shape is not None and weights == "dummy":
         return _weightless(name, shape, "kvcliff's shape file", cache_dir)
+    full = name if shape is None else hub_id(name)
     try:
-        folder = find_model(name).resolve()
+        folder = find_model(full).resolve()
     except SpecError as error:
-        if is_shipped:
-            source = f"kvcliff's shape file, because {name} is not downloaded"
-            return Model(name, shape, shape.read_bytes(), name, source)
+        if shape is not None:
+            source = f"kvcliff's shape file, because {full} is not downloaded"
+            return Model(name, shape, shape.read_bytes(), full, source)
         raise InputError(f"model.path: {error}", hint=_hint(name)) from None
-    return _in_folder(name, folder, shape if is_shipped else None, weights, cache_dir)
+    return _in_folder(full, folder, shape, weights, cache_dir)
 
 
 def check_vocab(model: Model, vocab: tuple[int, int] | None) -> tuple[int, int]:
@@ -116,7 +109,10 @@ def _in_folder(
     config = folder / "config.json"
     if not config.is_file():
         raise InputError(f"model.path {name!r} has no config.json", hint=_hint(name))
-    _check_json(name, config)
+    try:
+        read_json(config)
+    except SpecError as error:
+        raise InputError(f"model.path {name!r}: {error}") from None
     source = str(config)
     if weights == "dummy":
         if any((folder / file).is_file() for file in _TOKENIZER_FILES):
@@ -140,17 +136,6 @@ def _weightless(name: str, config: Path, source: str, cache_dir: Path) -> Model:
     except SpecError as error:
         raise InputError(f"model.path {name!r}: {error}") from None
     return Model(name, folder / "config.json", content, str(folder), source, "dummy")
-
-
-def _check_json(name: str, config: Path) -> None:
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"model.path {name!r}: {config} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(
-            f"model.path {name!r}: {config} holds a {type(content).__name__}, not a model config"
-        )
 
 
 def _missing_weights(folder: Path) -> str | None:

@@ -18,8 +18,9 @@ from tests.live.differential.claims import (
     with_engine,
     with_tiers,
 )
-from tests.live.differential.compare import caught, difference
+from tests.live.differential.compare import by_sim, caught, difference
 from tests.live.differential.engines import vllm_core
+from tests.live.differential.kv_manager import serve
 from tests.live.differential.parts import PARTS
 from tests.live.differential.regressions import REGRESSIONS
 from tests.live.differential.workloads import Case, random_case
@@ -62,6 +63,16 @@ def test_a_server_without_a_prefix_cache_agrees(part: str) -> None:
     ]
     differences = [difference(with_engine(case), PARTS[part].driver) for case in cases]
     assert differences == [None] * 10
+
+
+def test_a_sliding_window_no_request_outgrows_is_full_attention() -> None:
+    cases = [by_sim(with_engine(random_case(seed))).case for seed in range(60)]
+    longest = [max(len(s.prompt) + len(s.outputs) for s in case.steps) for case in cases]
+    whole = [list(serve(case)) for case in cases]
+    pairs = list(zip(cases, longest, strict=True))
+    assert [list(serve(case, window=n)) for case, n in pairs] == whole
+    narrow = [list(serve(case, window=n // 4)) for case, n in pairs]
+    assert sum(a != b for a, b in zip(narrow, whole, strict=True)) >= 30
 
 
 # --- the same comparison must catch a wrong rule

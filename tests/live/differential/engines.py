@@ -126,12 +126,14 @@ def tick_until_settled(controller: Any, l1: Any, *, policy: str, watermark: floa
         used, total = l1.get_memory_usage()
 
 
-def kv_cache_config(tiers: TierSpec) -> Any:
-    """One full-attention group of one layer over the blocks of ``tiers``."""
+def kv_cache_config(tiers: TierSpec, window: int | None = None) -> Any:
+    """One group of one layer over the blocks of ``tiers``: full attention, or of a ``window``."""
     vllm = vllm_core()
-    spec = vllm.interface.FullAttentionSpec(
-        block_size=tiers.block_size, num_kv_heads=1, head_size=64, dtype=vllm.float32
-    )
+    sizes = {"block_size": tiers.block_size, "num_kv_heads": 1, "head_size": 64}
+    if window is None:
+        spec = vllm.interface.FullAttentionSpec(**sizes, dtype=vllm.float32)
+    else:
+        spec = vllm.interface.SlidingWindowSpec(**sizes, dtype=vllm.float32, sliding_window=window)
     return vllm.interface.KVCacheConfig(
         num_blocks=tiers.num_gpu_blocks,
         kv_cache_tensors=[],

@@ -7,12 +7,12 @@ from tests.live.differential.engines import kv_cache_config, vllm_core
 from tests.live.differential.workloads import Case, Outcome, Prefixes, Step
 
 
-def serve(case: Case) -> Generator[Outcome, None, None]:
+def serve(case: Case, *, window: int | None = None) -> Generator[Outcome, None, None]:
     """Every step of ``case`` through one manager. Early stops are the scheduler's business."""
     vllm = vllm_core()
     block_size = case.tiers.block_size
     manager = vllm.KVCacheManager(
-        kv_cache_config(case.tiers),
+        kv_cache_config(case.tiers, window),
         max_model_len=10**6,
         scheduler_block_size=block_size,
         hash_block_size=block_size,

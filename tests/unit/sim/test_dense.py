@@ -41,9 +41,10 @@ def test_prefill_multiplies_every_matrix_once_and_every_pair_twice():
     pairs = 4 * 32 * 128 * 36 * 1050
     shape = DenseShape.from_config(QWEN3_8B)
     assert shape is not None
-    assert shape.prefill_flop(10, 100) == 10 * matrices + pairs
+    assert 10 * shape.flop_per_token + 1050 * shape.flop_per_pair == 10 * matrices + pairs
     # What a document of big-8b costs: about 96 TFLOP.
-    assert shape.prefill_flop(6144, 0) == pytest.approx(96.5e12, rel=1e-3)
+    document = 6144 * shape.flop_per_token + 6144 * 6144 / 2 * shape.flop_per_pair
+    assert document == pytest.approx(96.5e12, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from sim.geometry import KvGeometry, find_model, host_bytes
+from sim.geometry import KvGeometry, host_bytes
 
 # The values that matter of each model's published config.json.
 QWEN3_06B = {
@@ -26,6 +26,7 @@ QWEN25_15B = {
     "use_sliding_window": False,
     "torch_dtype": "bfloat16",
 }
+MLA = {"model_type": "deepseek_v2", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 PLAIN = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 
 
@@ -113,10 +114,16 @@ def test_auto_takes_the_configs_own_dtype(geometry, field):
     assert geometry(PLAIN | {field: "float16"}, "auto") == KvGeometry(256)
 
 
-@pytest.mark.parametrize("dtype", [{}, {"torch_dtype": "float32"}])
-def test_auto_is_refused_where_vllm_would_choose_by_machine(geometry, dtype):
-    with pytest.raises(ValueError, match="name the KV dtype"):
-        geometry(PLAIN | dtype, "auto")
+@pytest.mark.parametrize("dtype", [{}, {"torch_dtype": "float32"}, {"dtype": "torch.float16"}])
+def test_auto_is_two_bytes_where_vllm_casts_down_to_what_the_machine_has(geometry, dtype):
+    # bfloat16 or float16: which, depends on the machine; their size does not.
+    assert geometry(PLAIN | dtype, "auto") == KvGeometry(256)
+
+
+def test_auto_follows_the_dtype_the_server_is_told(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN | {"torch_dtype": "bfloat16"}))
+    told = KvGeometry.from_config(tmp_path, "auto", model_dtype="float32")
+    assert told == KvGeometry(512)  # 4 bytes: nothing casts down what is asked for
 
 
 def test_an_unknown_cache_dtype_is_refused(geometry):
@@ -127,8 +134,9 @@ def test_an_unknown_cache_dtype_is_refused(geometry):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "MLA"),
-        ({"sliding_window": 4096}, "sliding-window"),
+        (MLA, "MLA, which keeps one compressed latent"),
+        (MLA | {"model_type": "plm"}, "kv_lora_rank.* model_type 'plm' is not known"),
+        ({"sliding_window": 4096, "max_position_embeddings": 4097}, "sliding-window"),
         ({"sliding_window": 4096, "use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "hybrid .*sliding_window"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "hybrid .*state"),
@@ -154,7 +162,7 @@ def test_a_model_that_is_not_plain_full_attention_is_refused_with_its_reason(
 
 def test_refusal_looks_into_text_config_too(geometry):
     with pytest.raises(ValueError, match="MLA"):
-        geometry({"text_config": PLAIN | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}})
+        geometry({"text_config": PLAIN | MLA})
 
 
 def test_layer_types_that_are_all_full_attention_are_accepted(geometry):
@@ -199,56 +207,3 @@ def test_host_bytes_are_cut_to_whole_bytes_of_binary_gib():
 def test_a_geometry_of_no_bytes_does_not_exist():
     with pytest.raises(ValueError, match="0 bytes"):
         KvGeometry(0)
-
-
-@pytest.fixture
-def hub(tmp_path):
-    """A cache folder with one downloaded model of two snapshots; ``refs/main`` names the second."""
-    repository = tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-0.6B"
-    for commit, layers in (("aaa", 1), ("bbb", 28)):
-        folder = repository / "snapshots" / commit
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(QWEN3_06B | {"num_hidden_layers": layers}))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("bbb")
-    return repository
-
-
-def test_a_hub_id_means_the_downloaded_snapshot_of_main(hub):
-    found = find_model("Qwen/Qwen3-0.6B", {"HF_HOME": str(hub.parents[1])})
-    assert found == hub / "snapshots" / "bbb"
-    assert KvGeometry.from_config(found, "bfloat16") == KvGeometry(114_688)
-
-
-@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "XDG_CACHE_HOME"])
-def test_the_hub_cache_may_be_named_by_other_variables(hub, variable, tmp_path):
-    where = hub.parent
-    if variable == "XDG_CACHE_HOME":
-        (tmp_path / "huggingface").symlink_to(hub.parents[1])
-        where = tmp_path
-    found = find_model("Qwen/Qwen3-0.6B", {variable: str(where)})
-    assert found.name == "bbb"
-
-
-def test_a_model_that_is_not_downloaded_is_refused_with_the_place_looked_at(hub):
-    with pytest.raises(ValueError, match=r"not downloaded: .*models--Qwen--Qwen3-8B"):
-        find_model("Qwen/Qwen3-8B", {"HF_HOME": str(hub.parents[1])})
-
-
-def test_snapshots_without_a_reference_are_not_guessed_among(hub):
-    (hub / "refs" / "main").unlink()
-    with pytest.raises(ValueError, match=r"2 snapshots.*aaa, bbb"):
-        find_model("Qwen/Qwen3-0.6B", {"HF_HOME": str(hub.parents[1])})
-
-
-def test_a_path_that_exists_wins_over_a_hub_id(hub, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
-    found = find_model("Qwen/Qwen3-0.6B", {"HF_HOME": str(hub.parents[1])})
-    assert found.resolve() == tmp_path / "Qwen" / "Qwen3-0.6B"
-
-
-@pytest.mark.parametrize("name", ["", "..a/b/c", "a b", "/no/such/folder"])
-def test_a_name_that_is_neither_path_nor_hub_id_is_refused(name):
-    with pytest.raises(ValueError, match="neither a path"):
-        find_model(name, {})

@@ -15,6 +15,7 @@ LLAMA_8B = {
     "torch_dtype": "bfloat16",
 }
 LATENT = {
+    "model_type": "deepseek_v2",
     "num_attention_heads": 16,
     "num_hidden_layers": 8,
     "kv_lora_rank": 448,
@@ -365,3 +366,30 @@ def test_a_bad_description_is_refused_with_its_field(tmp_path, text, message):
 def test_a_description_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(InputError, match=r"nothing\.toml: No such file"):
         read_deployment(tmp_path / "nothing.toml")
+
+
+def test_a_hub_id_whose_shape_comes_with_kvcliff_needs_no_download(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    fields = {"model": "Qwen/Qwen3-8B", "gpu_kv_tokens": 60_000, "documents": 2,
+              "document_tokens": 500}  # fmt: skip
+    # 2 * 36 layers * 8 heads * 128 * 2 bytes
+    assert describe(Deployment.model_validate(fields))["bytes_per_token"] == 147_456
+
+
+def test_a_sliding_window_no_request_outgrows_is_answered_and_a_smaller_one_is_not(told):
+    # 5,000 + 20 + 16 tokens; the host tier was not compared with such a model.
+    window = LLAMA_8B | {"sliding_window": 5_036, "max_position_embeddings": 32_768}
+    assert told(window, host="none")["inexact_because"] == []
+    (reason,) = told(window, host_gib=1.0)["inexact_because"]
+    assert "sliding window that no request outgrows" in reason
+    with pytest.raises(InputError, match="every layer is sliding-window"):
+        told(window | {"sliding_window": 5_035}, host="none")
+
+
+def test_gpt_oss_without_a_dtype_is_told_apart_by_its_groups(told):
+    gpt_oss = {
+        "model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "hidden_size": 2880, "sliding_window": 128,
+    }  # fmt: skip
+    with pytest.raises(InputError, match="12 layers of sliding_window: 24,576 bytes a token"):
+        told(gpt_oss)

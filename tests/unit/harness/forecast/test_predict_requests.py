@@ -394,6 +394,15 @@ def test_a_model_says_the_bytes_of_a_chunk(tmp_path):
     assert rows(spec, a, b, a)[2]["loaded_bytes"] == 2 * 4 * 256
 
 
+def test_a_hub_id_whose_shape_comes_with_kvcliff_says_them_too(tmp_path, monkeypatch):
+    # 2 * 28 layers * 8 heads * 128 * 2 bytes = 114,688 a token; 2 chunks of 4 tokens loaded.
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    spec = SMALL | {"host": "lmcache", "chunk_size": 4, "host_chunks": 50, "num_gpu_blocks": 4,
+                    "model": "Qwen/Qwen3-0.6B"}  # fmt: skip
+    a, b = {"prompt": [1] * 9, "output_len": 1}, {"prompt": [2] * 9, "output_len": 1}
+    assert rows(spec, a, b, a)[2]["loaded_bytes"] == 2 * 4 * 114_688
+
+
 def test_a_model_that_is_not_plain_full_attention_is_refused(tmp_path):
     kinds = ["full_attention", "linear_attention"]
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"layer_types": kinds}))

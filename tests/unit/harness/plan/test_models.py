@@ -62,10 +62,10 @@ def test_a_well_known_model_is_sized_without_a_download(tmp_path, name, n_bytes)
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_shapes_that_come_with_kvcliff_are_these():
-    assert models.shape_names() == [
-        "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B",
-    ]  # fmt: skip
+def test_a_plan_may_say_the_last_part_of_a_hub_id_whose_shape_is_known(tmp_path):
+    model = find("Qwen3-0.6B", tmp_path)
+    assert (model.name, model.serve) == ("Qwen3-0.6B", QWEN)
+    assert model.identity == find(QWEN, tmp_path).identity
 
 
 def test_another_model_that_is_not_downloaded_is_refused_with_what_to_do(tmp_path):

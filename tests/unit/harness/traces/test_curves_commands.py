@@ -297,6 +297,15 @@ def test_gib_come_from_the_models_config(trace: str, model: Path) -> None:
     assert point["gpu_gib"] == 5 * gib_a_block
 
 
+def test_a_hub_id_whose_shape_comes_with_kvcliff_gives_gib(
+    kvcliff: Callable[..., Any], trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    # 147,456 bytes a token of Qwen3-8B, 512 tokens a block: 1 GiB is 14.2 blocks.
+    found = kvcliff("curve", trace, "--model", "Qwen/Qwen3-8B", "--gpu", "1 GiB")
+    assert found["points"][0]["gpu_blocks"] == 14
+
+
 def test_a_kv_dtype_without_a_model_is_refused(trace: str) -> None:
     with pytest.raises(InputError, match="a KV cache of fp8 means nothing without a model"):
         load(trace, TraceOptions(), kv_dtype="fp8")
