@@ -36,13 +36,11 @@ class RunProgress:
         self._bars.stop()
 
     def session_starts(self, session: SessionPlan, *, requests: int) -> None:
-        """A session's servers are being started."""
         title = f"session {session.order}/{self._sessions} {session.arm.name}"
         self._task = self._bars.add_task(title, total=requests, last="starting servers")
         self._line(f"{title}: starting servers")
 
     def session_ready(self, session: SessionPlan, *, start_s: float) -> None:
-        """The servers answered."""
         self._bars.update(self._task, last=f"ready after {start_s:.0f} s")
         self._line(f"session {session.order}/{self._sessions}: ready after {start_s:.0f} s")
 

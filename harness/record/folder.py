@@ -12,7 +12,7 @@ from harness.errors import InputError
 from harness.plan.files import read_plan
 from harness.plan.plan import Plan
 from harness.record.journal import walk_journal
-from harness.record.manifest import Manifest, read_manifest
+from harness.record.manifest import Manifest, SessionRecord, read_manifest
 from harness.record.row import Row
 from harness.record.versions import JsonObject, plan_as_today
 
@@ -125,7 +125,8 @@ class RunFolder:
 
     def note_session(self, session: str, facts: JsonObject) -> None:
         manifest = self.read_manifest()
-        manifest.add_to_session(session, facts)
+        known = manifest.sessions[session].as_json() if session in manifest.sessions else {}
+        manifest.sessions[session] = SessionRecord.model_validate({**known, **facts})
         manifest.write(self.path)
 
 

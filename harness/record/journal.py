@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from harness.errors import InputError
 from harness.files import load_json, read_lines, validated
-from harness.plan.requests import Key
 from harness.record.audit import Derived, contradiction, unlike_counters
 from harness.record.row import NUMBERS, PredictedRow, Row
 from harness.record.versions import current
@@ -102,35 +101,20 @@ def parse_record(line: bytes, kind: type[Record], *, where: str) -> Record:
 
 
 def _records(path: Path, kind: type[Record], notes: list[str]) -> Iterator[tuple[int, Record]]:
-    """Line number and record, each request key once."""
-    once = _Once()
+    """Line number and record, each request once; a session walks pass by pass, so one is kept."""
+    walk: tuple[str, str] | None = None
+    left: set[tuple[str, str] | None] = set()
+    docs: set[int] = set()
     for number, line in read_lines(path, notes):
         record = parse_record(line, kind, where=f"{path}, line {number}")
-        if not once.is_new(record.key):
+        session, name, doc = record.key
+        if (session, name) != walk:
+            left.add(walk)
+            walk, docs = (session, name), set()
+        if walk in left or doc in docs:
             raise InputError(f"{path}, line {number}: {_before(path, kind, number, record)}")
+        docs.add(doc)
         yield number, record
-
-
-class _Once:
-    """Tells a request met before. One pass is remembered at a time: a session walks pass by pass."""
-
-    def __init__(self) -> None:
-        self._walk: tuple[str, str] | None = None
-        self._docs: set[int] = set()
-        self._left: set[tuple[str, str]] = set()
-
-    def is_new(self, key: Key) -> bool:
-        """False too for a pass that goes on after another one began."""
-        walk = key[:2]
-        if walk != self._walk:
-            if self._walk is not None:
-                self._left.add(self._walk)
-            if walk in self._left:
-                return False
-            self._walk, self._docs = walk, set()
-        n = len(self._docs)
-        self._docs.add(key[2])
-        return len(self._docs) > n
 
 
 def _before(path: Path, kind: type[Record], number: int, record: Record) -> str:

@@ -101,15 +101,9 @@ class Manifest(_Open):
 
     @property
     def environment(self) -> JsonObject:
-        """What describes the machine and the installation."""
         return dict(self.model_extra or {})
 
-    def add_to_session(self, session: str, facts: JsonObject) -> None:
-        known = self.sessions[session].as_json() if session in self.sessions else {}
-        self.sessions[session] = SessionRecord.model_validate({**known, **facts})
-
     def write(self, folder: Path) -> None:
-        """Replace ``folder``'s manifest in one step."""
         write_json(folder / "manifest.json", self.model_dump(by_alias=True, exclude_unset=True))
 
 

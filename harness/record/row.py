@@ -151,7 +151,6 @@ class Predicted(Record):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the numbers are there."""
         return self.why_not is None
 
 

@@ -19,14 +19,7 @@ from markupsafe import Markup
 from harness.charting import VEGA_LITE, on_paper, save
 from harness.errors import InputError
 from harness.files import write_atomically
-from harness.report.charts import (
-    MOST_MARKS,
-    Figure,
-    arms_of,
-    figures,
-    phase_colours,
-    thinned,
-)
+from harness.report import charts
 from harness.report.columns import request_columns
 from harness.verdict.schema import ReconcileFile, Summary, read_published
 from harness.vocabulary import FAILED, PAGE, REQUEST_SOURCES, SOURCE_WORDS, SOURCES
@@ -54,7 +47,7 @@ def write_report(
         written.append(path)
     endings = [ending for ending, is_wanted in ((".svg", svg), (".png", png)) if is_wanted]
     # Each to stand alone.
-    for figure in figures(summary, reconciliation, legend=True) if endings else ():
+    for figure in charts.figures(summary, reconciliation, legend=True) if endings else ():
         for ending in endings:
             path = out.with_name(f"{out.stem}-{figure.name}{ending}")
             save(on_paper(figure.spec, figure.title), path)
@@ -79,8 +72,8 @@ def render_html(summary: Summary, reconciliation: ReconcileFile) -> str:
 
 def _render(summary: Summary, reconciliation: ReconcileFile, share: int) -> str:
     """The page with one ``share``-th of the marks and rows it may have."""
-    found = figures(summary, reconciliation, most=MOST_MARKS // share)
-    shown = thinned(reconciliation.requests, _MOST_REQUESTS // share)
+    found = charts.figures(summary, reconciliation, most=charts.MOST_MARKS // share)
+    shown = charts.thinned(reconciliation.requests, _MOST_REQUESTS // share)
     listed = reconciliation.model_dump(by_alias=True, exclude={"requests"})
     number = _number({"s": summary.model_dump(by_alias=True), "r": listed})
     return _template("report.html").render(
@@ -91,10 +84,10 @@ def _render(summary: Summary, reconciliation: ReconcileFile, share: int) -> str:
         figures=_by_kind(found),
         requests=shown,
         columns=request_columns(),
-        arms=arms_of(summary).items(),
+        arms=charts.arms_of(summary).items(),
         failed=FAILED,
         sources=SOURCES,
-        phases=list(phase_colours(summary)),
+        phases=list(charts.phase_colours(summary)),
         source_words=SOURCE_WORDS,
         source_parts=REQUEST_SOURCES,
         fact=_fact,
@@ -148,8 +141,8 @@ def _vega() -> str:
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def _by_kind(found: Iterable[Figure]) -> dict[str, list[tuple[int, Figure]]]:
-    kinds: dict[str, list[tuple[int, Figure]]] = {
+def _by_kind(found: Iterable[charts.Figure]) -> dict[str, list[tuple[int, charts.Figure]]]:
+    kinds: dict[str, list[tuple[int, charts.Figure]]] = {
         kind: [] for kind in ("ttft", "paired", "sources", "cliff", "timeline")
     }
     for index, figure in enumerate(found):

@@ -17,16 +17,7 @@ from harness.plan.arms import BASELINE, CONTROL
 from harness.record.folder import RunFolder
 from harness.record.journal import read_journal
 from harness.record.row import Row
-from harness.verdict.latency_result import (
-    BreakEven,
-    Calibration,
-    Errors,
-    HeldOut,
-    Label,
-    LatencyCheck,
-    LoadSize,
-    SplitErrors,
-)
+from harness.verdict import latency_result as results
 from sim.latency.break_even import LoadOrRecompute, break_even_chunks, load_or_recompute
 from sim.latency.model import (
     INTERVAL_METHOD,
@@ -69,7 +60,7 @@ class Tested:
         return None if low is None or high is None else low <= self.measured_s <= high
 
 
-def check_folder(path: Path) -> LatencyCheck:
+def check_folder(path: Path) -> results.LatencyCheck:
     """``check_rows`` of a run folder's journals; InputError when nothing in it can calibrate."""
     folder = RunFolder(path)
     journals = folder.journals()
@@ -85,7 +76,7 @@ def check_folder(path: Path) -> LatencyCheck:
     return check_rows(rows, run=folder.name, where=str(path))
 
 
-def check_rows(rows: Iterable[Row], *, run: str, where: str) -> LatencyCheck:
+def check_rows(rows: Iterable[Row], *, run: str, where: str) -> results.LatencyCheck:
     """The fit, its errors on held-out rows, and where loading beats computing.
 
     InputError, naming ``where`` they came from, when no row can calibrate.
@@ -101,7 +92,7 @@ def check_rows(rows: Iterable[Row], *, run: str, where: str) -> LatencyCheck:
     tested = [Tested(row, model.predict(shape_of(row)), _seconds(row)) for row in held_out]
     inside = [test for test in tested if test.prediction.label == "predicted"]
     outside = [test for test in tested if test.prediction.label == "extrapolated"]
-    return LatencyCheck(
+    return results.LatencyCheck(
         run=run,
         schema_version=SCHEMA,
         method=METHOD,
@@ -112,7 +103,7 @@ def check_rows(rows: Iterable[Row], *, run: str, where: str) -> LatencyCheck:
         left_out=dict(left_out),
         coefficients={c.name: c for c in model.coefficients},
         only_together=list(model.groups),
-        held_out=HeldOut(
+        held_out=results.HeldOut(
             **errors_of(inside).as_json(),
             by_split=_by_split(inside),
             by_session={
@@ -151,13 +142,13 @@ def shape_of(row: Row) -> Shape:
     return Shape(row.computed, cached, loaded, loaded // row.chunk_bytes if row.chunk_bytes else 0)
 
 
-def errors_of(tested: Sequence[Tested]) -> Errors:
+def errors_of(tested: Sequence[Tested]) -> results.Errors:
     """``n``, median and worst absolute error in percent, signed median, coverage; n 0: only n."""
     if not tested:
-        return Errors(n=0)
+        return results.Errors(n=0)
     percents = [100 * test.error for test in tested]
     covered = [test.is_covered for test in tested if test.is_covered is not None]
-    return Errors(
+    return results.Errors(
         n=len(tested),
         median_absolute_percentage_error=median(abs(p) for p in percents),
         worst_absolute_percentage_error=max(abs(p) for p in percents),
@@ -199,8 +190,8 @@ def _seconds(row: Row) -> float:
     return row.ttft_ms / 1e3
 
 
-def _calibration(model: LatencyModel, rows: Sequence[Row]) -> Calibration:
-    return Calibration(
+def _calibration(model: LatencyModel, rows: Sequence[Row]) -> results.Calibration:
+    return results.Calibration(
         n=model.n,
         n_token_splits=model.n_shapes,
         n_by_arm=dict(Counter(row.config for row in rows)),
@@ -210,15 +201,15 @@ def _calibration(model: LatencyModel, rows: Sequence[Row]) -> Calibration:
     )
 
 
-def _by_split(tested: Sequence[Tested]) -> list[SplitErrors]:
+def _by_split(tested: Sequence[Tested]) -> list[results.SplitErrors]:
     """One entry an arm and token split."""
     groups = _grouped(tested, lambda test: (test.row.config, shape_of(test.row)))
     return [_split_errors(arm, shape, group) for (arm, shape), group in groups.items()]
 
 
-def _split_errors(arm: str, shape: Shape, group: Sequence[Tested]) -> SplitErrors:
+def _split_errors(arm: str, shape: Shape, group: Sequence[Tested]) -> results.SplitErrors:
     prediction = group[0].prediction
-    return SplitErrors(
+    return results.SplitErrors(
         arm=arm,
         **asdict(shape),
         label=prediction.label,
@@ -238,13 +229,13 @@ def _grouped(tested: Sequence[Tested], of: Callable[[Tested], Group]) -> dict[Gr
     return groups
 
 
-def _break_even(model: LatencyModel, rows: Sequence[Row]) -> BreakEven:
+def _break_even(model: LatencyModel, rows: Sequence[Row]) -> results.BreakEven:
     """Load against recompute at the break-even and at the largest load, both predicted."""
     largest = int(model.ranges["loaded chunks"][1])
     sizes = {(r.chunk_tokens, r.chunk_bytes) for r in rows if r.loaded_bytes}
     if len(sizes) != 1:
         why = "no calibration row loads" if not sizes else f"{len(sizes)} chunk sizes in one run"
-        return BreakEven(from_tokens=None, statement=f"not established: {why}", sizes=[])
+        return results.BreakEven(from_tokens=None, statement=f"not established: {why}", sizes=[])
     ((chunk_tokens, chunk_bytes),) = sizes
     assert chunk_tokens
     assert chunk_bytes
@@ -252,7 +243,7 @@ def _break_even(model: LatencyModel, rows: Sequence[Row]) -> BreakEven:
     first = break_even_chunks(model, **unit)
     chunks = sorted({first or largest, largest})
     compared = [load_or_recompute(model, chunks=count, **unit) for count in chunks]
-    return BreakEven(
+    return results.BreakEven(
         from_tokens=first * chunk_tokens if first else None,
         statement="\n".join(
             [_verdict(first, chunk_tokens, compared), *(_rates(size, model) for size in compared)]
@@ -283,7 +274,7 @@ def _verdict(first: int | None, chunk_tokens: int, compared: Sequence[LoadOrReco
     )
 
 
-def _label(size: LoadOrRecompute) -> Label:
+def _label(size: LoadOrRecompute) -> results.Label:
     return "extrapolated" if size.assumed else "predicted"
 
 
@@ -309,8 +300,8 @@ def _in_ms(time: Estimate) -> str:
     return f"{1e3 * time.value_s:.1f}{spread} ms"
 
 
-def _size(size: LoadOrRecompute) -> LoadSize:
-    return LoadSize(
+def _size(size: LoadOrRecompute) -> results.LoadSize:
+    return results.LoadSize(
         label=_label(size),
         tokens=size.tokens,
         loaded_bytes=size.loaded_bytes,

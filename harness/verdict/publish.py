@@ -150,7 +150,6 @@ def _summary(
     reconciliation: ReconcileFile,
     chunk_bytes: int | None,
 ) -> Summary:
-    """The statistics with servers, decision, cliff, environment and plan."""
     plan = run.plan
     environment = {
         **run.manifest.environment,

@@ -10,21 +10,7 @@ from statistics import median, quantiles
 
 from harness.plan.arms import compared
 from harness.record.row import Sample
-from harness.verdict.measured import (
-    SCHEMA,
-    ArmCell,
-    Cell,
-    FirstRequest,
-    Outlier,
-    Outliers,
-    Pass,
-    SessionSummary,
-    Source,
-    Span,
-    Spread,
-    Statistics,
-    TokenSums,
-)
+from harness.verdict import measured
 from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL, compare_arms, compare_sessions
 from harness.verdict.tally import PassRows, SessionRows, Tally, tally
 from sim.split import SOURCE_CLASSES
@@ -55,7 +41,7 @@ MOST_LISTED = 100
 
 def summarize(
     rows: Iterable[Sample], *, run: str, plan_id: str, block_size: int, arms: Sequence[str] = ()
-) -> Statistics:
+) -> measured.Statistics:
     """What the rows say: times in ms at full precision, tokens as integers.
 
     ``rows`` is walked once and not kept. Every cell carries its n; failed rows are counted and in
@@ -64,8 +50,8 @@ def summarize(
     """
     total = tally(rows, block_size=block_size)
     base, treatment = compared(arms or [session.arm for session in total.sessions.values()])
-    return Statistics(
-        schema_version=SCHEMA,
+    return measured.Statistics(
+        schema_version=measured.SCHEMA,
         run=run,
         plan_id=plan_id,
         compared=(base, treatment),
@@ -79,7 +65,6 @@ def summarize(
 
 
 def _directions(base: str, treatment: str | None) -> dict[str, str]:
-    """Which arm is on top, in words."""
     if treatment is None:
         return dict.fromkeys(("ratio_direction", "difference_direction"), "no arm is compared")
     return {
@@ -88,9 +73,9 @@ def _directions(base: str, treatment: str | None) -> dict[str, str]:
     }
 
 
-def _pass(total: Tally, name: str, treatment: str | None) -> Pass:
+def _pass(total: Tally, name: str, treatment: str | None) -> measured.Pass:
     arms = total.arms(name)
-    return Pass(
+    return measured.Pass(
         arms={arm: _arm(sessions) for arm, sessions in arms.items()},
         paired_ratio=compare_arms(total, name, treatment),
         order_effect={
@@ -101,16 +86,16 @@ def _pass(total: Tally, name: str, treatment: str | None) -> Pass:
     )
 
 
-def _arm(sessions: Mapping[str, PassRows]) -> ArmCell:
+def _arm(sessions: Mapping[str, PassRows]) -> measured.ArmCell:
     cells = {name: cell_of(rows.ttft_ms) for name, rows in sessions.items()}
     medians = [cell.p50_ms for cell in cells.values() if cell.p50_ms is not None]
     tokens: Counter[str] = Counter()
     for rows in sessions.values():
         tokens.update(rows.tokens)
-    return ArmCell(
+    return measured.ArmCell(
         **cell_of(chain.from_iterable(rows.ttft_ms for rows in sessions.values())).as_json(),
         failed=sum(rows.failed for rows in sessions.values()),
-        tokens=TokenSums(
+        tokens=measured.TokenSums(
             loaded_bytes=tokens.get("loaded_bytes"),
             stored=tokens.get("stored"),
             **{
@@ -123,13 +108,13 @@ def _arm(sessions: Mapping[str, PassRows]) -> ArmCell:
     )
 
 
-def cell_of(times: Iterable[float]) -> Cell:
+def cell_of(times: Iterable[float]) -> measured.Cell:
     """Median, p90 and ends of TTFTs in ms; only ``n`` is given when it is 0."""
     values = sorted(times)
     if not values:
-        return Cell(n=0)
+        return measured.Cell(n=0)
     has_p90 = len(values) >= MIN_N_FOR_P90
-    return Cell(
+    return measured.Cell(
         n=len(values),
         p50_ms=median(values),
         p90_ms=quantiles(values, n=10, method="inclusive")[8] if has_p90 else None,
@@ -138,11 +123,10 @@ def cell_of(times: Iterable[float]) -> Cell:
     )
 
 
-def _spread(medians: Sequence[float]) -> Spread:
-    """Over the sessions of one arm: the unit of analysis is the session."""
+def _spread(medians: Sequence[float]) -> measured.Spread:
     if not medians:
-        return Spread(n=0)
-    return Spread(
+        return measured.Spread(n=0)
+    return measured.Spread(
         n=len(medians),
         median_ms=median(medians),
         low_ms=min(medians),
@@ -151,11 +135,11 @@ def _spread(medians: Sequence[float]) -> Spread:
     )
 
 
-def _sources(total: Tally) -> dict[str, Source]:
+def _sources(total: Tally) -> dict[str, measured.Source]:
     """TTFT by where the document's KV came from: over all arms, and by pass and arm."""
     sources = {}
     for index, name in enumerate(SOURCE_CLASSES):
-        by_pass: dict[str, dict[str, Cell]] = {}
+        by_pass: dict[str, dict[str, measured.Cell]] = {}
         everything: list[float] = []
         for pass_name in total.passes:
             for arm, sessions in total.arms(pass_name).items():
@@ -164,14 +148,14 @@ def _sources(total: Tally) -> dict[str, Source]:
                     by_pass.setdefault(pass_name, {})[arm] = cell_of(times)
                     everything += times
         if everything:
-            sources[name] = Source(**cell_of(everything).as_json(), by_pass=by_pass)
+            sources[name] = measured.Source(**cell_of(everything).as_json(), by_pass=by_pass)
     return sources
 
 
-def _session(name: str, session: SessionRows) -> SessionSummary:
+def _session(name: str, session: SessionRows) -> measured.SessionSummary:
     """Counts, spans (wall clock in ms since 1970, a label) and the first measured request."""
     passes = session.passes
-    return SessionSummary(
+    return measured.SessionSummary(
         session=name,
         arm=session.arm,
         order=session.order,
@@ -180,7 +164,9 @@ def _session(name: str, session: SessionRows) -> SessionSummary:
         settle_total_ms=sum(sum(rows.settle_ms) for rows in [session.warmup, *passes.values()]),
         first_request=_first_request(passes),
         spans=[
-            Span(phase=phase, began_unix_ms=rows.began_ns / 1e6, ended_unix_ms=rows.ended_ns / 1e6)
+            measured.Span(
+                phase=phase, began_unix_ms=rows.began_ns / 1e6, ended_unix_ms=rows.ended_ns / 1e6
+            )
             for phase, rows in {"warmup": session.warmup, **passes}.items()
             if rows.began_ns and rows.ended_ns  # 0: the clock of an imported row is not known
         ],
@@ -188,7 +174,7 @@ def _session(name: str, session: SessionRows) -> SessionSummary:
     )
 
 
-def _first_request(passes: Mapping[str, PassRows]) -> FirstRequest | None:
+def _first_request(passes: Mapping[str, PassRows]) -> measured.FirstRequest | None:
     """The first measured request beside its like: same pass, same source; None without any."""
     rows = next((rows for rows in passes.values() if rows.seq), None)
     if rows is None:
@@ -203,7 +189,7 @@ def _first_request(passes: Mapping[str, PassRows]) -> FirstRequest | None:
         return None
     middle, limit = _limits(alike)
     ttft = rows.ttft_ms[first]
-    return FirstRequest(
+    return measured.FirstRequest(
         ttft_ms=ttft,
         others_p50_ms=middle,
         n_others=len(alike),
@@ -211,9 +197,9 @@ def _first_request(passes: Mapping[str, PassRows]) -> FirstRequest | None:
     )
 
 
-def _outliers(total: Tally) -> Outliers:
+def _outliers(total: Tally) -> measured.Outliers:
     """Flagged rows, the farthest first; ``n_judged`` of ``n`` rows were in a large enough group."""
-    listed: list[Outlier] = []
+    listed: list[measured.Outlier] = []
     n = judged = 0
     for name, session in total.sessions.items():
         for pass_name, rows in session.passes.items():
@@ -225,16 +211,16 @@ def _outliers(total: Tally) -> Outliers:
                 judged += len(times)
                 listed += _far_from_median(name, pass_name, rows, source, times)
     listed.sort(key=lambda row: -row.distance)
-    return Outliers(n=n, n_judged=judged, n_flagged=len(listed), rows=listed[:MOST_LISTED])
+    return measured.Outliers(n=n, n_judged=judged, n_flagged=len(listed), rows=listed[:MOST_LISTED])
 
 
 def _far_from_median(
     session: str, pass_name: str, rows: PassRows, source: int, times: Sequence[float]
-) -> Iterable[Outlier]:
+) -> Iterable[measured.Outlier]:
     middle, limit = _limits(times)
     for doc, ttft, its_source in zip(rows.doc, rows.ttft_ms, rows.source, strict=True):
         if its_source == source and abs(ttft - middle) > limit:
-            yield Outlier(
+            yield measured.Outlier(
                 session=session,
                 pass_name=pass_name,
                 doc=doc,

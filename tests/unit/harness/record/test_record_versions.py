@@ -5,6 +5,7 @@ import pytest
 
 from harness.errors import InputError
 from harness.plan.files import parse_plan
+from harness.record.folder import RunFolder
 from harness.record.journal import read_journal, walk_predictions
 from harness.record.manifest import read_manifest
 from harness.record.row import SCHEMA
@@ -91,9 +92,8 @@ def test_a_manifest_of_the_first_runs_takes_the_folders_name(tmp_path: Path) -> 
 
 def test_what_nobody_reads_in_a_manifest_is_kept(tmp_path: Path) -> None:
     write_manifest(tmp_path)
-    manifest = read_manifest(tmp_path)
-    manifest.add_to_session("01-baseline", {"ended": "2026-01-01T00:10:00+00:00", "more": [1]})
-    manifest.write(tmp_path)
+    facts = {"ended": "2026-01-01T00:10:00+00:00", "more": [1]}
+    RunFolder(tmp_path).note_session("01-baseline", facts)
     written = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
     assert written["cpu"] == "a CPU"
     assert written["sessions"]["01-baseline"] == {
