@@ -169,7 +169,7 @@ def run_of(
     keys = [p.key for p in expected] if planned is None else planned
     requests = joined(keys, rows, expected)
     folder = Path("results/run")
-    return Reconciliation("run", folder, PLAN, manifest_of(sessions), requests, notes)
+    return Reconciliation(folder, PLAN, manifest_of(sessions), requests, notes)
 
 
 def account_of(run: Reconciliation) -> Account:

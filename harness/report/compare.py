@@ -14,6 +14,7 @@ COMPARE_SCHEMA = 1  # history: 1 = first published (kvcliff 0.1)
 _SAME_PLAN = ("model", "workload", "server", "host", "control", "arms")
 _SAME_MACHINE = ("cpu", "cores", "gpus", "build", "dtype")
 _SAME_SERVERS = ("vllm_version", "lmcache_version", "block_size", "num_gpu_blocks")
+Says = Literal["changed", "no change shown", "too few sessions", "no sessions"]
 
 
 class Change(Result):
@@ -30,7 +31,7 @@ class Change(Result):
     change: float | None
     low: float | None
     high: float | None
-    says: Literal["changed", "no change shown", "too few sessions", "no sessions"]
+    says: Says
 
 
 class Comparison(Result):
@@ -121,7 +122,7 @@ def _change(first: Summary, later: Summary, pass_name: str, arm: str) -> Change:
             (after.high_ms, before.low_ms),
         )
     )
-    says: Literal["changed", "no change shown", "too few sessions", "no sessions"]
+    says: Says
     if low is None or high is None:
         says = "no sessions"
     elif min(before.n, after.n) < 2:

@@ -119,15 +119,11 @@ def vllm_bench(rows: Sequence[Row], *, model: str) -> dict[str, Any]:
     single gaps were not recorded. Failed requests have zeros, as vLLM writes them.
     """
     good = [row for row in rows if row.complete and row.ttft_ms is not None]
-    began = rows[0].sent_unix_ns
     duration_s = _duration_s(rows)
-    ttfts = [(row.ttft_ms or 0) for row in good]
-    latencies = [(row.total_ms or 0) for row in good]
-    tpots = [_tpot_ms(row) for row in good if (row.output_tokens or 0) > 1]
     total_input = sum(row.prompt_tokens for row in good)
     total_output = sum(row.output_tokens or 0 for row in good)
     return {
-        "date": datetime.fromtimestamp(began / 1e9, UTC).strftime("%Y%m%d-%H%M%S"),
+        "date": f"{datetime.fromtimestamp(rows[0].sent_unix_ns / 1e9, UTC):%Y%m%d-%H%M%S}",
         "endpoint_type": "openai",
         "backend": "openai",
         "label": rows[0].session,
@@ -147,9 +143,9 @@ def vllm_bench(rows: Sequence[Row], *, model: str) -> dict[str, Any]:
         "output_throughput": _rate(total_output, duration_s),
         "total_token_throughput": _rate(total_input + total_output, duration_s),
         **_details(rows),
-        **_aggregate("ttft", ttfts),
-        **_aggregate("tpot", tpots),
-        **_aggregate("e2el", latencies),
+        **_aggregate("ttft", [row.ttft_ms or 0 for row in good]),
+        **_aggregate("tpot", _tpots_ms(good)),
+        **_aggregate("e2el", [row.total_ms or 0 for row in good]),
     }
 
 
@@ -177,8 +173,13 @@ def _gaps_s(row: Row) -> list[float]:
     return [(row.total_ms - row.ttft_ms) * _S_PER_MS]
 
 
-def _tpot_ms(row: Row) -> float:
-    return ((row.total_ms or 0) - (row.ttft_ms or 0)) / ((row.output_tokens or 0) - 1)
+def _tpots_ms(good: Sequence[Row]) -> list[float]:
+    """Time per output token after the first, where there is one."""
+    return [
+        ((row.total_ms or 0) - (row.ttft_ms or 0)) / (row.output_tokens - 1)
+        for row in good
+        if row.output_tokens and row.output_tokens > 1
+    ]
 
 
 def _duration_s(rows: Sequence[Row]) -> float:
@@ -225,7 +226,6 @@ def llmd_report(rows: Sequence[Row], *, version: str) -> dict[str, Any]:
 def _performance(rows: Sequence[Row]) -> dict[str, Any]:
     good = [row for row in rows if row.complete and row.ttft_ms is not None]
     outputs = [row.output_tokens for row in good if row.output_tokens is not None]
-    tpots = [_tpot_ms(row) for row in good if (row.output_tokens or 0) > 1]
     return {
         "requests": _present(
             total=len(rows),
@@ -236,7 +236,7 @@ def _performance(rows: Sequence[Row]) -> dict[str, Any]:
         ),
         "latency": _present(
             time_to_first_token=_statistics([row.ttft_ms or 0 for row in good], "ms"),
-            time_per_output_token=_statistics(tpots, "ms/token"),
+            time_per_output_token=_statistics(_tpots_ms(good), "ms/token"),
             request_latency=_statistics([row.total_ms or 0 for row in good], "ms"),
         ),
     }

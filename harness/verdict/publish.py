@@ -4,7 +4,7 @@ Both are made again from the run folder alone, on any machine; a report renders 
 nothing.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -68,7 +68,7 @@ def publish(folder: RunFolder, *, write: Callable[[Path, Any], None] = write_jso
     )
     reconciliation = ReconcileFile(
         schema_version=SCHEMA,
-        run=run.run,
+        run=folder.name,
         requests_planned=account.planned,
         requests_recorded=account.recorded,
         requests_reconciled=account.reconciled,
@@ -132,15 +132,13 @@ def _walked(run: Reconciliation, account: Account, listed: Listed) -> Iterator[R
 
 def _not_predicted(account: Account) -> list[NotPredicted]:
     """Requests without an exact prediction, by the reason for it."""
-    sessions: dict[str, dict[str, None]] = {}
-    requests: Counter[str] = Counter()
+    found: dict[str, Counter[str]] = defaultdict(Counter)
     for (session, _), counted in account.passes.items():
         if why := counted.why_not_predicted:
-            sessions.setdefault(why, {})[session] = None
-            requests[why] += counted.requests
+            found[why][session] += counted.requests
     return [
-        NotPredicted(why=why, sessions=list(names), requests=requests[why])
-        for why, names in sessions.items()
+        NotPredicted(why=why, sessions=list(requests), requests=requests.total())
+        for why, requests in found.items()
     ]
 
 

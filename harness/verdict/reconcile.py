@@ -56,7 +56,6 @@ class Reconciliation:
     length. ``notes`` are what the walk had to leave out: torn last lines.
     """
 
-    run: str
     folder: Path
     plan: Plan
     manifest: Manifest
@@ -66,7 +65,7 @@ class Reconciliation:
     def arm_of(self, session: str) -> str | None:
         """The arm the plan measures in ``session``; None for a session it does not have."""
         arms = enumerate(self.plan.order, start=1)
-        return next((arm for i, arm in arms if session_name(i, arm) == session), None)
+        return {session_name(i, arm): arm for i, arm in arms}.get(session)
 
     def has_host(self, session: str) -> bool | None:
         """Whether the plan gives ``session`` a host tier; None for a session it does not have."""
@@ -110,7 +109,7 @@ def reconcile(folder: RunFolder) -> Reconciliation:
     plan = folder.read_plan()
     notes: list[str] = []
     requests = _FolderRequests(folder, plan, notes)
-    return Reconciliation(folder.name, folder.path, plan, manifest, requests, notes)
+    return Reconciliation(folder.path, plan, manifest, requests, notes)
 
 
 def join(
