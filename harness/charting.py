@@ -37,7 +37,7 @@ THEME: Chart = {
     "view": {"stroke": None},
     "axis": {**_LABELS, **dict.fromkeys(_AXIS_COLOURS, "currentColor"), "titlePadding": 8,
              "gridOpacity": 0.12, "domainOpacity": 0.4, "tickOpacity": 0.4},
-    "legend": _LABELS,
+    "legend": {**_LABELS, "orient": "top", "title": None, "columns": 3},
     "text": {"fontSize": FONT_SIZE},
 }  # fmt: skip
 """The ``config`` of every chart."""
@@ -46,11 +46,13 @@ THEME: Chart = {
 def on_page(chart: Chart, *, height: int) -> Chart:
     """``chart`` for its place on a page: as wide as that, on the page's own ground.
 
-    The place has one text alternative: hundreds of marks read aloud would be noise.
+    The page has the legends; the place has one text alternative: hundreds of marks read aloud
+    would be noise.
     """
+    config = THEME | {"aria": False, "legend": {"disable": True}}
     autosize = {"type": "fit-x", "contains": "padding"}
     return chart | {"width": "container", "height": height, "background": "transparent",
-                    "autosize": autosize, "config": THEME | {"aria": False}}  # fmt: skip
+                    "autosize": autosize, "config": config}  # fmt: skip
 
 
 def on_paper(chart: Chart, title: str | Sequence[str], about: str | Sequence[str] = ()) -> Chart:

@@ -21,7 +21,6 @@ from harness.vocabulary import (
 )
 
 Rows = Sequence[Mapping[str, Any]]
-_KEY: Chart = {"orient": "top", "title": None}
 
 
 def arm_marks(arms: Sequence[str], treatment: str | None) -> dict[str, Mark]:
@@ -35,9 +34,7 @@ def arm_marks(arms: Sequence[str], treatment: str | None) -> dict[str, Mark]:
     return marks
 
 
-def ttft_spec(
-    values: Rows, *, arms: Mapping[str, Mark], domain: Sequence[float], legend: bool
-) -> Chart:
+def ttft_spec(values: Rows, *, arms: Mapping[str, Mark], domain: Sequence[float]) -> Chart:
     """TTFT by position in the pass; ``values`` have ``n, ttft, arm, failed`` and the tooltip."""
     place = {
         "x": _counted("n:Q", "request in the pass"),
@@ -47,7 +44,7 @@ def ttft_spec(
     good, bad = ([v for v in values if v["failed"] is failed] for failed in (False, True))
     point = {"type": "point", "filled": True, "size": 42, "opacity": 0.85}
     cross = {"type": "point", "shape": "cross", "size": 60, "color": FAILED, "angle": 45}
-    layers = [layer(good, point, **place, **_arm_encoding(arms, legend))]
+    layers = [layer(good, point, **place, **_arm_encoding(arms))]
     if bad:
         layers.append(layer(bad, cross | {"filled": True}, **place))
     return on_page({"layer": layers}, height=230)
@@ -92,7 +89,7 @@ def paired_spec(
     return on_page({"data": {"values": documents}, "layer": [*lines, bars, points]}, height=210)
 
 
-def sources_spec(values: Rows, *, seqs: Sequence[int], legend: bool) -> Chart:
+def sources_spec(values: Rows, *, seqs: Sequence[int]) -> Chart:
     """Tokens by source, measured upwards and predicted downwards.
 
     ``values``: one bar each, with ``seq, where, source, kind, tokens, signed``. ``seqs``: the
@@ -107,7 +104,7 @@ def sources_spec(values: Rows, *, seqs: Sequence[int], legend: bool) -> Chart:
         {"type": "bar"},
         x=of("seq:O", "request of the session", axis=sparse),
         y=of("signed:Q", "predicted · measured", axis=signed),
-        color=of("source:N", scale=colour_scale(colours), legend=_KEY if legend else None),
+        color=of("source:N", scale=colour_scale(colours)),
         tooltip=[
             of("where:N", "request"),
             of("kind:N"),
@@ -119,10 +116,10 @@ def sources_spec(values: Rows, *, seqs: Sequence[int], legend: bool) -> Chart:
     return on_page({"layer": [bars, layer([{"zero": 0}], zero, y=of("zero:Q"))]}, height=140)
 
 
-def cliff_spec(curve: Cliff, *, arms: Mapping[str, Mark], legend: bool) -> Chart:
+def cliff_spec(curve: Cliff, *, arms: Mapping[str, Mark]) -> Chart:
     """Predicted shares as lines, measured ones as marks, this plan and the working set as rules."""
     size = "GPU tier, tokens"
-    marks = _arm_encoding(arms, legend)
+    marks = _arm_encoding(arms)
     x = of("gpu_tokens:Q", size, axis={"format": "~s", "grid": False, "tickCount": 7})
     share = f"{curve.pass_name}: share computed"
     axis = {"format": ".0%", "tickCount": 5}
@@ -155,9 +152,7 @@ def _shares(points: Sequence[CliffPoint]) -> Rows:
     return [point.model_dump(exclude_unset=True) for point in points]
 
 
-def timeline_spec(
-    spans: Rows, *, colours: Mapping[str, str], n_sessions: int, legend: bool
-) -> Chart:
+def timeline_spec(spans: Rows, *, colours: Mapping[str, str], n_sessions: int) -> Chart:
     """One bar a phase, one line a session, on the wall clock in UTC."""
     clock = {"format": "%H:%M:%S", "tickCount": 5, "labelOverlap": True}
     bars = layer(
@@ -166,9 +161,7 @@ def timeline_spec(
         x=of("began_unix_ms:T", "time (UTC)", scale={"type": "utc"}, axis=clock),
         x2={"field": "ended_unix_ms"},
         y=of("session:N", sort=None) | {"title": None},
-        color=of(
-            "phase:N", scale=colour_scale(colours), legend=_KEY | {"columns": 3} if legend else None
-        ),
+        color=of("phase:N", scale=colour_scale(colours)),
         tooltip=[of("session:N"), of("phase:N")],
     )
     return on_page(bars, height=34 * n_sessions + 10)
@@ -190,12 +183,8 @@ def _rule(**style: Any) -> Chart:
     return {"type": "rule", "color": "currentColor", "opacity": FADED, **style}
 
 
-def _arm_encoding(arms: Mapping[str, Mark], legend: bool) -> dict[str, Chart]:
+def _arm_encoding(arms: Mapping[str, Mark]) -> dict[str, Chart]:
     """Channels ``color`` and ``shape``."""
-    key = _KEY if legend else None
     colours = colour_scale({arm: mark.colour for arm, mark in arms.items()})
     shapes = colour_scale({arm: mark.shape for arm, mark in arms.items()})
-    return {
-        "color": of("arm:N", scale=colours, legend=key),
-        "shape": of("arm:N", scale=shapes, legend=key),
-    }
+    return {"color": of("arm:N", scale=colours), "shape": of("arm:N", scale=shapes)}

@@ -44,22 +44,15 @@ class Figure:
 
 
 def figures(
-    summary: Summary,
-    reconciliation: ReconcileFile,
-    *,
-    legend: bool = False,
-    most: int = MOST_MARKS,
+    summary: Summary, reconciliation: ReconcileFile, *, most: int = MOST_MARKS
 ) -> list[Figure]:
-    """Every chart the published files have data for; ``legend`` for charts that stand alone.
-
-    ``most``: marks of all charts of a kind together.
-    """
+    """Every chart the published files have data for; ``most``: marks of all of a kind together."""
     found = [
-        *_ttft(summary, reconciliation, legend, most),
+        *_ttft(summary, reconciliation, most),
         *_paired(summary, most),
-        *_sources(summary, reconciliation, legend, int(most * _SOURCE_ROWS)),
-        *_cliff(summary, legend),
-        *_timeline(summary, legend),
+        *_sources(summary, reconciliation, int(most * _SOURCE_ROWS)),
+        *_cliff(summary),
+        *_timeline(summary),
     ]
     met: Counter[str] = Counter()
     return [_named(figure, met) for figure in found]
@@ -112,9 +105,7 @@ def _recorded(
     )
 
 
-def _ttft(
-    summary: Summary, reconciliation: ReconcileFile, legend: bool, most: int
-) -> Iterator[Figure]:
+def _ttft(summary: Summary, reconciliation: ReconcileFile, most: int) -> Iterator[Figure]:
     arms = arms_of(summary)
     measured = [
         (request, request.row)
@@ -138,7 +129,7 @@ def _ttft(
             _slug("ttft", name), "ttft", name,
             f"TTFT of {len(shown)} requests of {name}, in the order they were sent, by arm; the "
             "same numbers are in the table of requests.",
-            ttft_spec(values, arms=arms, domain=domain, legend=legend), len(shown), n_all,
+            ttft_spec(values, arms=arms, domain=domain), len(shown), n_all,
         )  # fmt: skip
 
 
@@ -200,9 +191,7 @@ def _paired(summary: Summary, most: int) -> Iterator[Figure]:
         )  # fmt: skip
 
 
-def _sources(
-    summary: Summary, reconciliation: ReconcileFile, legend: bool, most: int
-) -> Iterator[Figure]:
+def _sources(summary: Summary, reconciliation: ReconcileFile, most: int) -> Iterator[Figure]:
     for name in (session.session for session in summary.sessions):
         requests = [
             (row, request.predicted)
@@ -222,7 +211,7 @@ def _sources(
             _slug("sources", name), "sources", name,
             f"Prompt tokens of {len(shown)} requests of session {name} by source: "
             f"measured above the line, {below}",
-            sources_spec(list(_bars(shown)), seqs=[row.seq for row, _ in shown], legend=legend),
+            sources_spec(list(_bars(shown)), seqs=[row.seq for row, _ in shown]),
             len(shown), _recorded(reconciliation, session=name) or len(requests),
         )  # fmt: skip
 
@@ -243,7 +232,7 @@ def _bars(requests: Iterable[tuple[Sample, Predicted | None]]) -> Iterator[dict[
                     }
 
 
-def _cliff(summary: Summary, legend: bool) -> Iterator[Figure]:
+def _cliff(summary: Summary) -> Iterator[Figure]:
     curve = summary.cliff
     if not curve or not curve.points:
         return
@@ -252,11 +241,11 @@ def _cliff(summary: Summary, legend: bool) -> Iterator[Figure]:
         f"Predicted share of {curve.pass_name} that is computed against the size of the GPU tier, "
         f"with the measured points. This plan has {curve.gpu_tokens:,} tokens of GPU tier for a "
         f"working set of {curve.working_set_tokens:,}.",
-        cliff_spec(curve, arms=arms_of(summary), legend=legend),
+        cliff_spec(curve, arms=arms_of(summary)),
     )  # fmt: skip
 
 
-def _timeline(summary: Summary, legend: bool) -> Iterator[Figure]:
+def _timeline(summary: Summary) -> Iterator[Figure]:
     spans = [
         {"session": session.session, **span.as_json()}
         for session in summary.sessions
@@ -269,5 +258,5 @@ def _timeline(summary: Summary, legend: bool) -> Iterator[Figure]:
     yield Figure(
         "timeline", "timeline", "sessions",
         f"When the {n_sessions} sessions ran: server start, warm-up, passes, stop.",
-        timeline_spec(spans, colours=colours, n_sessions=n_sessions, legend=legend),
+        timeline_spec(spans, colours=colours, n_sessions=n_sessions),
     )  # fmt: skip

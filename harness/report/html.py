@@ -47,7 +47,7 @@ def write_report(
         written.append(path)
     endings = [ending for ending, is_wanted in ((".svg", svg), (".png", png)) if is_wanted]
     # Each to stand alone.
-    for figure in charts.figures(summary, reconciliation, legend=True) if endings else ():
+    for figure in charts.figures(summary, reconciliation) if endings else ():
         for ending in endings:
             path = out.with_name(f"{out.stem}-{figure.name}{ending}")
             save(on_paper(figure.spec, figure.title), path)

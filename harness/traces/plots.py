@@ -193,7 +193,7 @@ def sources(run: SurfaceRun) -> Chart:
     x = tokens_axis("host KV capacity", loaded, [row["tokens"] for row in rows])
     y = share_axis("prompt tokens by source", 1.0) | {"stack": "zero"}
     colours = colour_scale({source.word: source.colour for source in SOURCES})
-    color = of("source:N", legend={"title": None}, scale=colours)
+    color = of("source:N", legend={"orient": "right", "columns": 1}, scale=colours)
     mark = {"type": "area", "interpolate": "step-after"}
     area = layer(rows, mark, x=x, y=y, color=color, order=of("order:Q"))
     most = points[-1]
@@ -227,6 +227,7 @@ def heat_map(run: SurfaceRun) -> Chart:
         "served:Q",
         scale={"range": NOT_COMPUTED, "domain": [min(shares), max(*shares, min(shares) + 0.01)]},
         legend={
+            "orient": "right",
             "format": ".1~%",
             "title": ["prompt tokens", "not computed"],
             "gradientLength": 200,

@@ -32,6 +32,8 @@ def test_a_chart_follows_the_page_it_stands_in_and_is_ink_on_white_alone() -> No
     assert (page["background"], page["mark"]["color"]) == ("transparent", "currentColor")
     assert (paper["background"], paper["mark"]["color"]) == ("#ffffff", "#1a1d21")
     assert "currentColor" not in json.dumps(paper)
+    assert page["config"]["legend"] == {"disable": True}  # the page has its own, for all charts
+    assert paper["config"]["legend"]["orient"] == "top"
 
 
 def test_a_file_is_whole_or_absent_and_a_link_stays_one(tmp_path: Path) -> None:

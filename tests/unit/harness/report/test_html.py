@@ -9,6 +9,7 @@ import pytest
 from harness.errors import InputError
 from harness.record.folder import RunFolder
 from harness.record.row import NUMBERS
+from harness.report import charts
 from harness.report import html as report
 from harness.report.chart_specs import (
     arm_marks,
@@ -55,7 +56,7 @@ def test_names_that_would_make_the_page_too_large_leave_fewer_marks(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summary, reconciliation = read_published(run)
-    monkeypatch.setattr(report, "MOST_MARKS", 16)
+    monkeypatch.setattr(charts, "MOST_MARKS", 16)
     whole = render_html(summary, reconciliation)
     monkeypatch.setattr(report, "_MOST_BYTES", len(whole.encode()) - 1)
     page = render_html(summary, reconciliation)
@@ -79,7 +80,7 @@ def test_about_eight_requests_of_a_session_are_labelled_however_many_were_left_o
     seqs = list(range(1, 6001, 16))  # every 16th: none of them is a multiple of the step
     bar = {"where": "p", "source": "computed", "kind": "measured", "tokens": 1, "signed": 1}
     values = [{"seq": seq, **bar} for seq in seqs]
-    spec = sources_spec(values, seqs=seqs, legend=False)
+    spec = sources_spec(values, seqs=seqs)
     labelled = spec["layer"][0]["encoding"]["x"]["axis"]["values"]
     assert labelled[:2] == [1, 737]
     assert set(labelled) <= set(seqs)

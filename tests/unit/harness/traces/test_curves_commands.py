@@ -520,7 +520,7 @@ def test_a_source_has_one_word_and_one_colour_in_the_report_and_in_the_plots(
 ) -> None:
     plot = plots.sources(run_surface(loaded, Serving(), gpu="3"))
     drawn = plot["layer"][0]["encoding"]["color"]["scale"]
-    report = sources_spec([], seqs=[], legend=True)["layer"][0]["encoding"]["color"]["scale"]
+    report = sources_spec([], seqs=[])["layer"][0]["encoding"]["color"]["scale"]
     assert drawn == report
     assert dict(zip(drawn["domain"], drawn["range"], strict=True)) == {
         "computed": "#8b8f98", "GPU hit": "#2f7fd6", "host-loaded": "#d97706",
