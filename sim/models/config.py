@@ -180,8 +180,6 @@ class ModelConfig:
 
     def _kv_heads(self) -> int:
         heads, text = self.size("num_attention_heads"), self.text
-        if self.model_type == "step3_text":  # Step3TextAttention: one for all
-            return 1
         if self._is_multi_query:
             return 1
         if text.get("multi_query_attention") is False:  # ChatGLM

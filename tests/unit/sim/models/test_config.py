@@ -116,6 +116,8 @@ def test_minicpm3_has_a_latent_and_keeps_whole_heads(size):
         "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "torch_dtype": "bfloat16",
     }  # fmt: skip
     assert size(minicpm3) == 952_320
+    # So do embedding models that look both ways: MLA's kernels are causal (vLLM's use_mla).
+    assert size(minicpm3 | {"model_type": "deepseek_v3", "is_causal": False}) == 952_320
 
 
 @pytest.mark.parametrize("name", ["text_config", "llm_config", "language_config"])
