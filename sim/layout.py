@@ -31,8 +31,9 @@ _REFUSED_WHEN_SET = {
 REFUSED_TYPES = (
     "bailing_hybrid", "deepseek_v4", "deepseek_v41", "diffusion_gemma_text", "dots3_note",
     "gemma4_text", "gemma4_unified_text", "glm5_next", "glm5_next_text", "hrm_text", "hy_v4",
-    "inkling_model", "inkling_text", "iquestloopcoder", "k3_dspark", "kimi_linear", "mimo_v2", "mimo_v2_flash",
-    "minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text", "plamo3", "qwen4_exp_text", "step3p5", "step3p7", "zaya",
+    "inkling_model", "inkling_text", "iquestloopcoder", "k3_dspark", "kimi_linear", "mimo_v2",
+    "mimo_v2_flash", "minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text", "plamo3",
+    "qwen4_exp_text", "step3p5", "step3p7", "zaya",
 )  # fmt: skip
 
 _DS_MLA = "fp8_ds_mla"
