@@ -16,7 +16,7 @@ from servers.arms import Arm, ServerSpec
 from servers.command import is_local
 from servers.errors import LaunchError
 from servers.launch import Running
-from servers.series import CACHE_INFO
+from servers.metrics import CACHE_INFO
 from servers.tiers.base import Asked, HostTier, answer_of
 from servers.tiers.registry import INFOS, SERVED
 from sim.geometry import host_bytes

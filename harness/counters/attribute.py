@@ -13,7 +13,7 @@ from harness.counters.errors import CounterError, CounterReset, ForeignTraffic, 
 from harness.counters.pages import SPLIT_NAMES, require_split
 from harness.counters.tiers.base import Measured, require_one
 from harness.counters.tiers.registry import COUNTED, STATE_NAMES, tier_of, with_tier
-from servers.series import NAMED, OTHERS_FINISHED
+from servers.metrics import NAMED, OTHERS_FINISHED
 from sim.split import TokenSplit
 
 

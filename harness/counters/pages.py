@@ -14,7 +14,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.counters.errors import MissingSeries, ScrapeError
-from servers.series import FINISHED, NAMED, OTHERS_FINISHED, OUTDATED, Series
+from servers.metrics import FINISHED, NAMED, OTHERS_FINISHED, OUTDATED, Series
 
 SPLIT_NAMES = ("prompt_computed", "prompt_gpu_hit", "prompt_host_loaded")
 _FALLBACK_NAMES = ("prompt_tokens", "prefix_queries", "prefix_hits")

@@ -16,7 +16,7 @@ from typing import Final
 from harness.counters.tiers.registry import ALL_SERIES
 from harness.machine.check import Check
 from servers.arms import SUPPORTED, Build
-from servers.series import Series
+from servers.metrics import Series
 
 # The torch whose C++ interface LMCache's CUDA extension (PyPI wheel) was built with. Found by the
 # line numbers in its assertion texts against torch's headers, or by LMCache's own build pin; from

@@ -28,7 +28,7 @@ from harness.counters.pages import (
 from harness.counters.tiers.base import HopelessError, HostReading, NotYetError, Rest, wait_if
 from harness.counters.tiers.registry import COUNTED
 from harness.measure.bounded_http import BoundedTransport
-from servers.series import KV_USAGE, PROCESS_START, VLLM_GAUGES, VLLM_SERIES
+from servers.metrics import KV_USAGE, PROCESS_START, VLLM_GAUGES, VLLM_SERIES
 from sim.tiers.settings import TierKind
 
 POLL_S = 0.015

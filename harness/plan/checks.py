@@ -82,7 +82,7 @@ def _order_problems(plan: Plan) -> Iterator[str]:
     pairs = zip(compared[::2], compared[1::2], strict=False)
     if n_base and n_tier and any(first == second for first, second in pairs):
         yield (
-            f"order compares {' '.join(compared)}: neighbouring sessions must be one of each arm, "
+            f"order compares {' '.join(compared)}: each pair of sessions must be one of each arm, "
             "as in A B B A, or a change of the machine looks like an effect"
         )
     if CONTROL in plan.order and plan.control is None:

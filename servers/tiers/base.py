@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
 
 from servers.errors import LaunchError
+from servers.metrics import Series
 from servers.ports import Ports
-from servers.series import Series
 from servers.tiers.play import Play
 from sim.tiers.settings import DEFAULT_KIND, HostSettings, TierKind
 

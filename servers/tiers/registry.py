@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final, assert_never
 
-from servers.series import CACHE_INFO
+from servers.metrics import CACHE_INFO
 from servers.tiers import lmcache, lmcache_mp, native, simple
 from servers.tiers.base import ServedTier
 from sim.tiers.settings import TIER_KINDS, HostKind, TierKind

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
+from servers.metrics import Series
 from servers.ports import Ports
-from servers.series import Series
 from servers.tiers.base import Asked, HostTier
 from servers.tiers.native import NativeOffload
 from servers.tiers.play import Play, PlayedTier, Sample, TierNow

@@ -31,8 +31,8 @@ from servers.child import ServerLog
 from servers.fake.server import FakeServer
 from servers.fake.spec import FakeSpec
 from servers.launch import Running
+from servers.metrics import Series
 from servers.probe import probe
-from servers.series import Series
 from servers.tiers.base import HostTier
 from sim.tiers.host import align_up
 from sim.tiers.spec import TierSpec

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from harness.counters.errors import CounterError, ForeignTraffic
 from harness.counters.pages import HostPages, Samples
-from servers.series import Series
+from servers.metrics import Series
 from sim.split import TokenSplit
 
 

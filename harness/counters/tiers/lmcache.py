@@ -13,7 +13,7 @@ from harness.counters.tiers.base import (
     Unit,
     wait_if,
 )
-from servers.series import Series, gauge
+from servers.metrics import Series, gauge
 
 # Gauges that call a function when they are read (Gauge.set_function), so they are live in the
 # process that has them: LocalCPUBackend._setup_metrics, PinMonitor and

@@ -24,7 +24,7 @@ from harness.counters.tiers.base import (
     require_one,
     wait_if,
 )
-from servers.series import Series, gauge
+from servers.metrics import Series, gauge
 from sim.split import TokenSplit
 
 SESSIONS_GRACE_S = 0.25

@@ -13,7 +13,7 @@ from harness.counters.tiers.base import (
     Rest,
     Unit,
 )
-from servers.series import Series, gauge
+from servers.metrics import Series, gauge
 
 OFFLOAD_GRACE_S = 1.0
 """How long an offloading gauge that stands still above 0 may hold up a settle that is else over.

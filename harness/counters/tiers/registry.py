@@ -6,7 +6,7 @@ from typing import Final, assert_never
 from harness.counters.errors import CounterError, MissingSeries
 from harness.counters.tiers import lmcache, lmcache_mp, native, simple
 from harness.counters.tiers.base import CountedTier, Measured, Unit
-from servers.series import PROCESS_START, VLLM_GAUGES, VLLM_SERIES, Series
+from servers.metrics import PROCESS_START, VLLM_GAUGES, VLLM_SERIES, Series
 from servers.tiers.registry import INFOS
 from sim.tiers.settings import TIER_KINDS, TierKind
 

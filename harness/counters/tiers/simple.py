@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from harness.counters.tiers.base import CountedTier, Measured, Rest, Unit
 from harness.counters.tiers.native import OffloadRest
-from servers.series import Series, gauge
+from servers.metrics import Series, gauge
 
 
 class SimpleCounts(CountedTier):

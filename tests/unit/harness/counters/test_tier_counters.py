@@ -12,7 +12,7 @@ from harness.counters.tiers.base import Measured, NotYetError
 from harness.counters.tiers.lmcache import RESIDENT
 from harness.counters.tiers.native import OFFLOAD_GRACE_S, OffloadRest
 from harness.counters.tiers.registry import COUNTED, tier_of
-from servers.series import Series
+from servers.metrics import Series
 from servers.tiers.registry import SERVED
 from sim.split import TokenSplit
 from sim.tiers.registry import MODELS

@@ -55,7 +55,7 @@ def test_a_plan_survives_being_written_and_read_again() -> None:
         ('order = ["baseline", "lmcache", "lmcache"]', "order has 1 baseline and 2 lmcache"),
         (
             'order = ["baseline", "baseline", "lmcache", "lmcache"]',
-            "neighbouring sessions must be one of each arm",
+            "each pair of sessions must be one of each arm",
         ),
         ("sede = 1", "workload.sede: .*not permitted"),
     ],

@@ -125,3 +125,11 @@ def test_a_manifest_that_is_none_is_refused_by_file(tmp_path: Path, content: str
     (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=r"manifest\.json"):
         read_manifest(tmp_path)
+
+
+def test_a_key_that_comes_twice_is_refused_however_its_colon_is_written(tmp_path: Path) -> None:
+    # As many '":' as keys: each of two keys comes once with a blank before its colon.
+    line = json.dumps(make_record()).replace('"seq": 1', '"seq": 1, "seq" : 1')
+    (tmp_path / "j.jsonl").write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match="key 'seq' appears twice"):
+        read_journal(tmp_path / "j.jsonl")
