@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from harness.errors import InputError
-from harness.forecast.latency import read_probe
+from harness.forecast.latency import read_probe, shapes_of
 from harness.forecast.preview import preview
 from harness.plan.experiment import resolve
 from harness.plan.files import load_plan
+from sim.latency.model import fit
 from tests.factory import make_plan
 
 SHAPE_8B = {
@@ -169,3 +170,19 @@ def test_other_builds_have_no_prior(tmp_path):
     content = preview(resolve(make_plan(), cache_dir=tmp_path))
     assert content["expected"] is None
     assert "server starts" in content["estimate"]
+
+
+def test_the_labs_partial_document_is_predicted_near_the_time_it_took_elsewhere(tmp_path: Path):
+    # Measured elsewhere, with the lab's workload on a GPU: 576 ms where all 5,011 tokens of a prompt
+    # were computed, about 30 ms where a document was a GPU hit, and 438 ms for the one document of
+    # the reverse pass that was a GPU hit in part. Two kinds of prompts give a constant and a slope:
+    # 30 - 35 x 546 / 4,976 = 26.2 ms, and 546 / 4,976 = 0.1097 ms a token.
+    lab = resolve(load_plan("lab-1.5b"), cache_dir=tmp_path)
+    shapes = shapes_of(lab, lab.predictions(lab.arms["baseline"]))
+    *replayed, partial = shapes[-20:-5]
+    assert [shape.computed for shape in replayed] == [5_011] * 10 + [35] * 4
+    assert (partial.computed, partial.cached) == (3_811, 1_200)
+    model = fit([(shape, 0.576 if shape.computed == 5_011 else 0.030) for shape in replayed])
+    predicted_ms = 1e3 * model.predict(partial).ttft_s
+    assert predicted_ms == pytest.approx(26.16 + 3_811 * 0.10973, abs=0.1)  # 444.3
+    assert predicted_ms == pytest.approx(438, rel=0.02)

@@ -90,8 +90,6 @@ def test_the_labs_reverse_pass_hits_four_documents_and_part_of_the_fifth(look: L
     assert tokens(content, "baseline", "pass3-reverse") == (
         4 * 35 + (5_011 - 1_200) + 5 * 5_011, four_hits + 1_200, 0,
     )  # fmt: skip
-    # Measured elsewhere: 438 ms where all 5,011 tokens took 576 ms. 576 x 3,811 / 5,011 = 438.1.
-    assert round(576 * (5_011 - 1_200) / 5_011) == 438
     assert runs(content, "lmcache", "pass3-reverse") == [(4, "gpu"), (1, "gpu+host"), (5, "host")]
     assert tokens(content, "lmcache", "pass3-reverse") == (
         4 * 35 + 6 * 147, four_hits + 1_200, (4_864 - 1_200) + 5 * 4_864,
