@@ -266,6 +266,25 @@ def test_prompts_of_several_prefill_steps_are_exact_where_no_tick_can_matter(tol
     assert (content["inexact_because"], content["computed_bounds"]) == ([], None)
 
 
+def test_a_prompt_too_large_for_one_store_is_kept_as_far_as_its_steps_fit(told):
+    # Two documents of 20 chunks, a host tier of 19 that evicts from 16 on, steps of 5 chunks, and a
+    # GPU that holds one prompt. Document 0 stores 15 chunks and loses its last 5, and each 5 of
+    # document 1 find room for 4. Read in reverse, document 1 is a GPU hit (20 tokens computed), and
+    # of document 0 15 chunks are loaded: 5,140 - 3,840 = 1,300 are computed. Stored in one step it
+    # would not be kept at all, and 5,140 - 288 still in the GPU = 4,852 computed.
+    content = told(
+        documents=2, document_tokens=20 * 256, passes=("fwd", "rev"), host_gib=19 / 32,
+        max_num_batched_tokens=5 * 256, gpu_kv_tokens=344 * 16,
+    )  # fmt: skip
+    assert content["predicted"]["pass2-reverse"]["computed"] == 20 + 1_300
+    assert (content["inexact_because"], content["computed_bounds"]) == ([], None)
+    in_one = told(
+        documents=2, document_tokens=20 * 256, passes=("fwd", "rev"), host_gib=19 / 32,
+        gpu_kv_tokens=344 * 16,
+    )  # fmt: skip
+    assert in_one["predicted"]["pass2-reverse"]["computed"] == 20 + 4_852
+
+
 def test_prompts_of_several_prefill_steps_have_bounds_where_a_tick_may_matter(told):
     # Two documents of 12 chunks, a host tier of 10 that evicts a fifth from 8 on, steps of 4 chunks,
     # and a GPU that holds one prompt. Document 0 stores 8 chunks; a tick takes one: its last, the
