@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import BinaryIO
 
 from harness.errors import InputError
 from harness.plan.files import read_plan
@@ -75,12 +76,10 @@ class RunFolder:
         return list(_rows_of(self.journal(session), self.read_manifest().run, notes))
 
     def is_being_measured(self) -> bool:
-        """Whether another process holds the run's lock; never where the plan is gone."""
+        """Whether a writer holds the run's lock; never where the plan is gone."""
         try:
-            with self.lock():
-                return False
-        except InputError:
-            return True
+            with (self.path / PLAN_FILE).open("rb") as file:
+                return not _locks(file, fcntl.LOCK_SH)
         except FileNotFoundError:
             return False
 
@@ -106,13 +105,13 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Hold the run for one writer; InputError when another process measures it already."""
         with (self.path / PLAN_FILE).open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(
-                    f"{self.path} is being measured by another process",
-                    hint="wait for it to end",
-                ) from None
+            while not _locks(file, fcntl.LOCK_EX):
+                # Those who only look share the lock, for microseconds; a writer shares it with none.
+                if not _locks(file, fcntl.LOCK_SH):
+                    raise InputError(
+                        f"{self.path} is being measured by another process",
+                        hint="wait for it to end",
+                    )
             yield
 
     def read_manifest(self) -> Manifest:
@@ -137,6 +136,15 @@ def file_digest(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _locks(file: BinaryIO, how: int) -> bool:
+    """Take a lock on ``file`` at once, in place of what it held; False where another's forbids it."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _rows_of(path: Path, run: str, notes: list[str] | None) -> Iterator[Row]:
