@@ -68,6 +68,14 @@ class GpuRecord(_Open):
     warnings: list[str]
 
 
+class CommandRecord(_Open):
+    """How one server was started; in ``env_diff`` null is a variable that was taken away."""
+
+    role: str
+    argv: list[str]
+    env_diff: dict[str, str | None]
+
+
 class SessionRecord(_Open):
     """One session: its servers, and when they started and ended.
 
@@ -80,13 +88,24 @@ class SessionRecord(_Open):
     facts: ServerRecord = ServerRecord()
     gpu: GpuRecord | None = None
     unread_gpus: list[str] = []
+    commands: list[CommandRecord] = []
 
     def as_json(self) -> JsonObject:
         return self.model_dump(exclude_unset=True)
 
 
+class MachineRecord(_Open):
+    """What was measured on; null or absent: not known."""
+
+    created: Time | None = None
+    kvcliff: str | None = None
+    cpu: str | None = None
+    cores: int | None = None
+    gpus: list[str] | None = None
+
+
 class Manifest(_Open):
-    """The file; further fields describe the machine and the installation.
+    """The file; further fields are a ``MachineRecord``.
 
     ``sealed``: SHA-256 of the files written before the first measurement and never changed since.
     ``imported_from``: name of the file that ``kvcliff import`` read; there are no journals then.
@@ -117,4 +136,6 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} is not a run folder: no readable manifest.json ({error.strerror})"
         ) from None
     today = current_manifest(content, folder.name, where=str(path))
-    return validated(Manifest, today, where=str(path))
+    manifest = validated(Manifest, today, where=str(path))
+    validated(MachineRecord, manifest.environment, where=str(path))
+    return manifest

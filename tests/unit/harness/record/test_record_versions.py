@@ -110,6 +110,9 @@ def test_what_nobody_reads_in_a_manifest_is_kept(tmp_path: Path) -> None:
         ({"start_s": -1.0}, "start_s"),
         ({"facts": {"num_gpu_blocks": [18]}}, "facts.num_gpu_blocks"),
         ({"gpu": {"devices": [{}], "warnings": []}}, "gpu.devices.0"),
+        ({"commands": "vllm serve"}, "commands"),
+        ({"commands": [{"role": "vllm", "argv": ["vllm"]}]}, "commands.0.env_diff"),
+        ({"commands": [{"role": "vllm", "argv": [1], "env_diff": {}}]}, "commands.0.argv.0"),
         (3, "sessions.01-baseline"),
     ],
 )
@@ -118,6 +121,17 @@ def test_an_edited_manifest_is_refused_by_field(
 ) -> None:
     with pytest.raises(InputError, match=f"manifest.json: .*{field}"):
         read_manifest(write_manifest(tmp_path, sessions={"01-baseline": session}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("gpus", [{}]), ("gpus", "one"), ("cpu", 5), ("cores", []), ("created", "garbage")],
+)
+def test_an_edited_machine_of_a_manifest_is_refused_by_field(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    with pytest.raises(InputError, match=f"manifest.json: {field}"):
+        read_manifest(write_manifest(tmp_path, **{field: value}))
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "{}", '{"schema": 1', '{"schema": true}'])
