@@ -7,6 +7,8 @@ kind of colour blindness (``tests/unit/harness/test_vocabulary.py``).
 
 from dataclasses import dataclass
 
+from sim.split import SOURCE_CLASSES
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -22,20 +24,20 @@ GPU_HIT = Source("gpu_hit", "GPU hit", "#2f7fd6")
 HOST_LOADED = Source("host_loaded", "host-loaded", "#d97706")
 SOURCES = (COMPUTED, GPU_HIT, HOST_LOADED)
 
-REQUEST_SOURCES = {
-    "recomputed": (COMPUTED,),
-    "gpu+recomputed": (GPU_HIT, COMPUTED),
-    "gpu+host": (GPU_HIT, HOST_LOADED),
-    "host": (HOST_LOADED,),
-    "gpu": (GPU_HIT,),
-}
-"""The classes of ``sim.split``: where a request's document came from. Mixed: both its parts."""
+
+def _parts_of(source_class: str) -> tuple[Source, ...]:
+    parts = {"recomputed": COMPUTED, "gpu": GPU_HIT, "host": HOST_LOADED}
+    return tuple(parts[part] for part in source_class.split("+"))
+
+
+REQUEST_SOURCES = {name: _parts_of(name) for name in SOURCE_CLASSES}
+"""The classes of ``sim.split``: where a request's document came from, every part of it."""
 
 
 def _in_words(parts: tuple[Source, ...]) -> str:
     # A document's tokens were there before: computing them is computing them again.
-    first, *rest = ("recomputed" if part is COMPUTED else part.word for part in parts)
-    return f"part {first}, rest {rest[0]}" if rest else first
+    *first, last = ("recomputed" if part is COMPUTED else part.word for part in parts)
+    return ", ".join([*(f"part {word}" for word in first), f"rest {last}" if first else last])
 
 
 SOURCE_WORDS = {name: _in_words(parts) for name, parts in REQUEST_SOURCES.items()}

@@ -27,17 +27,42 @@ class TokenSplit:
             )
 
 
-SOURCE_CLASSES = ("recomputed", "gpu+recomputed", "gpu+host", "host", "gpu")
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Tokens that a tier keeps as one or not at all: a GPU ``block``, a host ``chunk``."""
+
+    block: int
+    chunk: int
 
 
-def class_of(computed: int, gpu_hit: int, host_loaded: int, *, question: int, block: int) -> str:
-    """Where a document's KV came from; one of ``SOURCE_CLASSES``. All in tokens.
+SOURCE_CLASSES = (
+    "recomputed",
+    "gpu+recomputed",
+    "host+recomputed",
+    "gpu+host+recomputed",
+    "gpu+host",
+    "host",
+    "gpu",
+)
 
-    A GPU hit ends at a block boundary, so a whole document found in the GPU tier leaves at most
-    the question and one block to compute; a partial hit leaves or loads more.
+
+def class_of(split: TokenSplit, *, doc_tokens: int, units: Units) -> str:
+    """Where a document's KV came from; one of ``SOURCE_CLASSES``, which name every part of it.
+
+    The document is the prompt's first ``doc_tokens`` tokens, the question the rest. A tier keeps
+    whole units, so of a document it holds all of it serves floor(doc_tokens / unit) units: the
+    unit is a chunk where anything came from the host, else a block. ``recomputed`` is part of the
+    class when the tiers served fewer tokens than that. What is computed behind that unit, the
+    document's last part of a unit and the question, no tier could have served; nor, of a prompt
+    that ends with its document, the last block, which vLLM computes for the last token's logits.
     """
-    if gpu_hit == 0:
-        return "host" if host_loaded else "recomputed"
-    if host_loaded:
-        return "gpu+host"
-    return "gpu" if computed <= question + block else "gpu+recomputed"
+    served = split.gpu_hit + split.host_loaded
+    unit = units.chunk if split.host_loaded else units.block
+    before_last_token = (split.prompt_tokens - 1) // units.block * units.block
+    servable = min(doc_tokens // unit * unit, before_last_token)
+    parts = {
+        "gpu": split.gpu_hit > 0,
+        "host": split.host_loaded > 0,
+        "recomputed": not served or served < servable,
+    }
+    return "+".join(part for part, is_there in parts.items() if is_there)

@@ -163,11 +163,9 @@ def _source_runs(
     passes: dict[str, list[str]] = {}
     requests = experiment.workload_of(arm)
     for request, prediction in zip(requests, predictions, strict=True):
-        split = prediction.split
         source = class_of(
-            split.computed, split.gpu_hit, split.host_loaded,
-            question=len(request.prompt) - request.doc_tokens, block=arm.server.block_size,
-        )  # fmt: skip
+            prediction.split, doc_tokens=request.doc_tokens, units=experiment.plan.units
+        )
         passes.setdefault(request.pass_name, []).append(source)
     return {
         name: [{"source": source, "documents": len(list(run))} for source, run in groupby(sources)]

@@ -11,6 +11,7 @@ from harness.plan.host import DEFAULT, EvictionFields
 from harness.plan.rule import DecisionSection
 from servers.arms import connector_class
 from sim.errors import SpecError
+from sim.split import Units
 from sim.tiers.settings import DEFAULT_KIND, TIER_KINDS, TierKind
 from sim.workload import Questions, Workload, WorkloadSpec, build_workload
 
@@ -200,6 +201,11 @@ class Plan(_Section):
         """The arm compared with ``baseline``; where none is measured, the tier it would be."""
         others = treatments(self.order)
         return others[0] if others else DEFAULT_KIND
+
+    @property
+    def units(self) -> Units:
+        """What the tiers of a resolved plan keep as one."""
+        return Units(block=self.server.block_size, chunk=self.host.chunk_tokens)
 
     def arm(self, name: str) -> ArmSection:
         """The arm ``name``; ``control`` is the treatment. KeyError: there is none."""

@@ -92,7 +92,7 @@ class Watcher:
                 rows,
                 run=self._folder.name,
                 plan_id=self._plan_id,
-                block_size=self._plan.server.block_size,
+                units=self._plan.units,
                 arms=self._plan.order,
             ),
             sessions=tuple((name, recorded[name], n) for name, n in self._planned.items()),

@@ -25,9 +25,11 @@ from harness.verdict.measured import SCHEMA, JsonObject
 from harness.verdict.publish import Listed, by_pass, complete
 from harness.verdict.schema import ReconcileFile, Summary
 from harness.verdict.stats import summarize
+from sim.split import Units
 from sim.workload import WARMUP_PASS
 
-_BLOCK_SIZE = 16  # vLLM's default on CUDA; only tells full from partial GPU hits
+# vLLM's default on CUDA and LMCache's; they only tell whole documents from parts of them.
+_UNITS = Units(block=16, chunk=256)
 
 # 2**53: what a JSON number holds exactly in every reader.
 Tokens = Annotated[int, Field(ge=0, le=2**53)]
@@ -119,7 +121,7 @@ def import_rows(source: Path, results: Path) -> Path:
 
 
 def _summary(run: str, plan_id: str, rows: Iterable[Sample], environment: JsonObject) -> Summary:
-    statistics = summarize(rows, run=run, plan_id=plan_id, block_size=_BLOCK_SIZE)
+    statistics = summarize(rows, run=run, plan_id=plan_id, units=_UNITS)
     decision = decide(
         DecisionSection(),
         statistics,
@@ -158,7 +160,7 @@ class _Walk:
 
     def __init__(self, source: Path) -> None:
         self.account = ImportAccount()
-        self.listed = Listed(sum(1 for _ in numbered_lines(source)), _BLOCK_SIZE)
+        self.listed = Listed(sum(1 for _ in numbered_lines(source)), _UNITS)
         self._source = source
         self._seqs: Counter[str] = Counter()
         self._seen: dict[tuple[str, str], Counter[int | str]] = defaultdict(Counter)

@@ -37,6 +37,7 @@ from harness.verdict.stats import summarize
 from harness.verdict.takeaways import takeaways_of
 from harness.verdict.tally import source_class
 from sim.geometry import KvGeometry
+from sim.split import Units
 from sim.workload import WARMUP_PASS, pass_name
 
 # Requests that reconcile.json lists: each takes 1 kB there, and a report draws 4,000 at most.
@@ -58,12 +59,12 @@ def publish(folder: RunFolder, *, write: Callable[[Path, Any], None] = write_jso
     """
     run = reconcile(folder)
     account = Account(cold=(WARMUP_PASS, pass_name(0, run.plan.workload.passes[0])))
-    listed = Listed(len(PlannedRequests(run.plan)), run.plan.server.block_size)
+    listed = Listed(len(PlannedRequests(run.plan)), run.plan.units)
     statistics = summarize(
         _walked(run, account, listed),
         run=folder.name,
         plan_id=run.manifest.plan_id,
-        block_size=run.plan.server.block_size,
+        units=run.plan.units,
         arms=run.plan.order,
     )
     reconciliation = ReconcileFile(
@@ -87,10 +88,10 @@ def publish(folder: RunFolder, *, write: Callable[[Path, Any], None] = write_jso
 class Listed:
     """The requests that ``reconcile.json`` lists: all ``n_planned``, or of a long run every k-th."""
 
-    def __init__(self, n_planned: int, block_size: int) -> None:
+    def __init__(self, n_planned: int, units: Units) -> None:
         self.every = max(1, -(-n_planned // MOST_LISTED))
         self.entries: list[RequestEntry] = []
-        self._block_size = block_size
+        self._units = units
         self._met = 0
 
     def add(self, key: Key, row: Sample | None, request: Reconciled | None = None) -> None:
@@ -108,7 +109,7 @@ class Listed:
                 predicted=request.predicted if request else None,
                 residual=request.residual if request else None,
                 reconciled=request.is_reconciled if request else False,
-                source=source_class(row, self._block_size) if row else None,
+                source=source_class(row, self._units) if row else None,
             )
         )
 

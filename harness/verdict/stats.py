@@ -13,7 +13,7 @@ from harness.record.row import Sample
 from harness.verdict import measured
 from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL, compare_arms, compare_sessions
 from harness.verdict.tally import PassRows, SessionRows, Tally, tally
-from sim.split import SOURCE_CLASSES
+from sim.split import SOURCE_CLASSES, Units
 
 METHODS = {
     "median_method": "mean of the two middle values when n is even",
@@ -40,7 +40,7 @@ MOST_LISTED = 100
 
 
 def summarize(
-    rows: Iterable[Sample], *, run: str, plan_id: str, block_size: int, arms: Sequence[str] = ()
+    rows: Iterable[Sample], *, run: str, plan_id: str, units: Units, arms: Sequence[str] = ()
 ) -> measured.Statistics:
     """What the rows say: times in ms at full precision, tokens as integers.
 
@@ -48,7 +48,7 @@ def summarize(
     no median; only what has a row has a cell. Warm-up rows appear in the sessions' spans only.
     ``arms``: those of the plan, measured or not; without a plan, the rows'.
     """
-    total = tally(rows, block_size=block_size)
+    total = tally(rows, units=units)
     base, treatment = compared(arms or [session.arm for session in total.sessions.values()])
     return measured.Statistics(
         schema_version=measured.SCHEMA,

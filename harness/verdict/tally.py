@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from harness.record.row import Sample
-from sim.split import SOURCE_CLASSES, class_of
+from sim.split import SOURCE_CLASSES, TokenSplit, Units, class_of
 
 UNKNOWN_SOURCE = -1
 
@@ -73,8 +73,8 @@ class Tally:
         return [name for _, name in sorted(named)]
 
 
-def tally(rows: Iterable[Sample], *, block_size: int) -> Tally:
-    """Add up ``rows`` in one walk; ``block_size`` in tokens tells full from partial GPU hits."""
+def tally(rows: Iterable[Sample], *, units: Units) -> Tally:
+    """Add up ``rows`` in one walk; ``units`` tell whole documents served from parts of them."""
     total = Tally()
     for row in rows:
         session = total.sessions.get(row.session)
@@ -82,13 +82,13 @@ def tally(rows: Iterable[Sample], *, block_size: int) -> Tally:
             session = total.sessions[row.session] = SessionRows(row.config, row.order)
         if row.phase == "measure":
             total.passes[row.pass_name] = None
-            _add(session.passes[row.pass_name], row, block_size)
+            _add(session.passes[row.pass_name], row, units)
         else:
-            _add(session.warmup, row, block_size)
+            _add(session.warmup, row, units)
     return total
 
 
-def _add(met: PassRows, row: Sample, block_size: int) -> None:
+def _add(met: PassRows, row: Sample, units: Units) -> None:
     _add_span(met, row)
     if row.computed is not None:
         tokens = met.tokens
@@ -111,7 +111,7 @@ def _add(met: PassRows, row: Sample, block_size: int) -> None:
     met.seq.append(row.seq)
     met.doc.append(row.doc)
     met.ttft_ms.append(row.ttft_ms)
-    name = source_class(row, block_size)
+    name = source_class(row, units)
     met.source.append(UNKNOWN_SOURCE if name is None else SOURCE_CLASSES.index(name))
 
 
@@ -122,9 +122,9 @@ def _add_span(met: PassRows, row: Sample) -> None:
     met.ended_ns = ended if met.ended_ns is None else max(met.ended_ns, ended)
 
 
-def source_class(row: Sample, block_size: int) -> str | None:
+def source_class(row: Sample, units: Units) -> str | None:
     """``class_of`` a row; None when its sources are unknown."""
     if row.computed is None or row.gpu_hit is None or row.host_loaded is None:
         return None
-    split = row.computed, row.gpu_hit, row.host_loaded
-    return class_of(*split, question=(row.prompt_tokens or 0) - row.doc_tokens, block=block_size)
+    split = TokenSplit(row.prompt_tokens or 0, row.computed, row.gpu_hit, row.host_loaded)
+    return class_of(split, doc_tokens=row.doc_tokens, units=units)

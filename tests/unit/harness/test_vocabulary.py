@@ -165,6 +165,8 @@ def test_no_colour_stands_outside_the_vocabulary() -> None:
 def test_every_class_of_request_has_its_words() -> None:
     assert tuple(SOURCE_WORDS) == SOURCE_CLASSES
     assert SOURCE_WORDS["gpu+recomputed"] == "part GPU hit, rest recomputed"
+    assert SOURCE_WORDS["host+recomputed"] == "part host-loaded, rest recomputed"
+    assert SOURCE_WORDS["gpu+host+recomputed"] == "part GPU hit, part host-loaded, rest recomputed"
     assert SOURCE_WORDS["host"] == "host-loaded"
 
 

@@ -12,7 +12,7 @@ from harness.verdict.cost import Sizes
 from harness.verdict.decision import decide
 from harness.verdict.schema import Code, Decision, Finding, ReconcileFile, Replays
 from harness.verdict.stats import summarize
-from tests.factory import failed, make_row
+from tests.factory import failed, make_plan, make_row
 
 DOCS = 6
 SIZES = Sizes(
@@ -64,7 +64,7 @@ def decided(
     sizes: Sizes | None = SIZES,
     checks: ReconcileFile | None = None,
 ) -> Decision:
-    summary = summarize(rows, run="r", plan_id="p", block_size=32)
+    summary = summarize(rows, run="r", plan_id="p", units=make_plan().units)
     return decide(
         rule or DecisionSection(),
         summary,
@@ -291,7 +291,7 @@ def test_a_plan_that_cannot_show_an_effect_decides_nothing(
 
 
 def test_rows_without_a_plan_decide_nothing() -> None:
-    summary = summarize(journal(helps), run="r", plan_id="p", block_size=32)
+    summary = summarize(journal(helps), run="r", plan_id="p", units=make_plan().units)
     decision = decide(
         DecisionSection(), summary, checks=None, sizes=None, is_from_plan=False, environment={}
     )

@@ -6,7 +6,7 @@ from harness.record.row import Row
 from harness.verdict.measured import FirstRequest, Paired, Pass
 from harness.verdict.stats import summarize
 from harness.verdict.tally import source_class
-from tests.factory import failed, make_row
+from tests.factory import failed, make_plan, make_row
 
 
 def rows_of(
@@ -23,7 +23,7 @@ def rows_of(
 
 
 def replay_pass(rows: list[Row]) -> Pass:
-    return summarize(rows, run="r", plan_id="p", block_size=32).passes["pass2-replay"]
+    return summarize(rows, run="r", plan_id="p", units=make_plan().units).passes["pass2-replay"]
 
 
 def replay_pairs(rows: list[Row]) -> Paired:
@@ -118,35 +118,16 @@ def test_passes_are_never_pooled_and_warmup_is_in_none() -> None:
         *rows_of("01-baseline", [9.0]),
         make_row(**{"pass": "warmup"}, phase="warmup", ttft_ms=5000.0, doc=7),
     ]
-    summary = summarize(rows, run="r", plan_id="p", block_size=32)
+    summary = summarize(rows, run="r", plan_id="p", units=make_plan().units)
     assert {name: p.arms["baseline"].p50_ms for name, p in summary.passes.items()} == {
         "pass1-cold": 1.0,
         "pass2-replay": 9.0,
     }
 
 
-@pytest.mark.parametrize(
-    ("computed", "gpu_hit", "host_loaded", "source"),
-    [
-        (520, 0, 0, "recomputed"),
-        (8, 0, 512, "host"),
-        (8, 512, 0, "gpu"),
-        (40, 480, 0, "gpu"),  # the document's last block was partly the question
-        (41, 479, 0, "gpu+recomputed"),
-        (8, 256, 256, "gpu+host"),
-        (264, 256, 0, "gpu+recomputed"),
-    ],
-)
-def test_a_request_is_classed_by_where_its_document_came_from(
-    computed: int, gpu_hit: int, host_loaded: int, source: str
-) -> None:
-    row = make_row(computed=computed, gpu_hit=gpu_hit, host_loaded=host_loaded)
-    assert source_class(row, block_size=32) == source
-
-
 def test_a_request_with_unknown_sources_has_no_class() -> None:
     row = make_row(computed=None, gpu_hit=None, host_loaded=None, unattributed="no scrape")
-    assert source_class(row, block_size=32) is None
+    assert source_class(row, units=make_plan().units) is None
 
 
 def test_session_medians_are_the_unit_and_keep_their_spread() -> None:
@@ -200,7 +181,7 @@ def test_a_time_of_zero_has_no_ratio() -> None:
 def test_an_outlier_is_flagged_and_still_counts() -> None:
     # Median 10, MAD 0, so the limit is 10 × 1.4826 × 0.5 % of 10 = 0.7413.
     rows = rows_of("01-baseline", [10.0, 10.0, 10.0, 10.0, 10.7, 20.0])
-    summary = summarize(rows, run="r", plan_id="p", block_size=32)
+    summary = summarize(rows, run="r", plan_id="p", units=make_plan().units)
     found = summary.outliers
     assert (found.n, found.n_judged, found.n_flagged) == (6, 6, 1)
     assert (found.rows[0].doc, found.rows[0].ttft_ms) == (5, 20.0)
@@ -209,7 +190,7 @@ def test_an_outlier_is_flagged_and_still_counts() -> None:
 
 def test_four_rows_alike_are_too_few_to_judge_an_outlier() -> None:
     summary = summarize(
-        rows_of("01-baseline", [1.0, 1.0, 1.0, 99.0]), run="r", plan_id="p", block_size=32
+        rows_of("01-baseline", [1.0, 1.0, 1.0, 99.0]), run="r", plan_id="p", units=make_plan().units
     )
     assert (summary.outliers.n_judged, summary.outliers.n_flagged) == (0, 0)
 
@@ -220,7 +201,7 @@ def test_a_slow_first_request_is_told_from_its_like(first: float, is_slow: bool)
         row.model_copy(update={"seq": row.doc + 3})
         for row in rows_of("01-baseline", [first, 10.0, 10.0, 10.0, 10.0, 10.0])
     ]
-    summary = summarize(rows, run="r", plan_id="p", block_size=32)
+    summary = summarize(rows, run="r", plan_id="p", units=make_plan().units)
     found = summary.sessions[0].first_request
     assert found == FirstRequest(ttft_ms=first, others_p50_ms=10.0, n_others=5, is_slow=is_slow)
 
@@ -237,9 +218,10 @@ def test_sources_are_told_apart_by_pass_and_arm() -> None:
         one("01-baseline", "pass1-cold", 100.0),
         one("01-baseline", "pass2-replay", 90.0),
         one("02-lmcache", "pass2-replay", 9.0, computed=8, host_loaded=512),
+        one("02-lmcache", "pass2-replay", 60.0, doc=1, computed=264, host_loaded=256),
     ]
-    sources = summarize(rows, run="r", plan_id="p", block_size=32).sources
-    assert list(sources) == ["recomputed", "host"]
+    sources = summarize(rows, run="r", plan_id="p", units=make_plan().units).sources
+    assert list(sources) == ["recomputed", "host+recomputed", "host"]
     assert (sources["recomputed"].n, sources["recomputed"].p50_ms) == (2, 95.0)
     assert sources["recomputed"].by_pass["pass2-replay"]["baseline"].p50_ms == 90.0
     assert sources["host"].as_json()["by_pass"] == {
@@ -256,7 +238,7 @@ def test_rows_are_walked_once_and_not_kept() -> None:
     tracemalloc.start()
     try:
         rows = (template.model_copy(update={"doc": doc, "seq": doc + 1}) for doc in range(n))
-        summary = summarize(rows, run="r", plan_id="p", block_size=32)
+        summary = summarize(rows, run="r", plan_id="p", units=make_plan().units)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -272,7 +254,7 @@ def test_a_time_below_a_nanosecond_gives_no_ratio_instead_of_infinity() -> None:
 
 def test_any_arm_may_be_the_treatment_and_the_summary_names_it() -> None:
     rows = [*rows_of("01-baseline", [100.0, 300.0]), *rows_of("02-native", [50.0, 100.0])]
-    summary = summarize(rows, run="r", plan_id="p", block_size=32)
+    summary = summarize(rows, run="r", plan_id="p", units=make_plan().units)
     assert summary.compared == ("baseline", "native")
     assert summary.ratio_direction == "baseline / native: above 1 native is faster"
     assert summary.passes["pass2-replay"].paired_ratio.ratio == 2.5
@@ -281,13 +263,13 @@ def test_any_arm_may_be_the_treatment_and_the_summary_names_it() -> None:
 def test_a_planned_treatment_without_a_row_is_still_the_one_compared() -> None:
     rows = rows_of("01-baseline", [100.0])
     arms = ("baseline", "native")
-    summary = summarize(rows, run="r", plan_id="p", block_size=32, arms=arms)
+    summary = summarize(rows, run="r", plan_id="p", units=make_plan().units, arms=arms)
     assert summary.compared == ("baseline", "native")
 
 
 def test_of_several_unnamed_treatments_none_is_compared() -> None:
     rows = [*rows_of("01-baseline", [1.0]), *rows_of("02-a", [1.0]), *rows_of("03-b", [1.0])]
-    summary = summarize(rows, run="r", plan_id="p", block_size=32)
+    summary = summarize(rows, run="r", plan_id="p", units=make_plan().units)
     assert summary.compared == ("baseline", None)
     assert summary.passes["pass2-replay"].paired_ratio is None
     assert summary.ratio_direction == "no arm is compared"
