@@ -12,11 +12,14 @@ from sim.tiers.settings import DEFAULT_KIND, HostKind, HostSettings
 Recency = Literal["finish", "access"]
 """When vLLM's own offloading makes a chunk recent: see ``sim.tiers.native``."""
 
-OLDEST_ENGINE = (0, 16)
-"""The oldest vLLM the GPU rules were run against."""
+COMPARED_ENGINES = ((0, 23), (0, 24), (0, 27), (0, 31), (0, 32), (0, 33))
+"""The vLLMs whose own classes the rules were run against (``scripts/versions.py``).
 
-NEWEST_ENGINE = (0, 33)
-"""The newest vLLM that was compared; a newer one is taken for it, and ``engine_note`` says so."""
+One older or newer than all is taken for the nearest of them, and ``engine_note`` says so.
+"""
+
+OLDEST_ENGINE = (0, 16)
+"""The oldest vLLM that counts token sources, which a prediction is held against."""
 
 
 class EngineRules(NamedTuple):
@@ -35,12 +38,14 @@ def engine_rules(engine: str) -> EngineRules:
     ``hashless_first`` since 0.24 (PR #42656). Native recency: at request finish since 0.31, at
     access, too, since 0.33; up to 0.30 the scheduler touched whole prefixes before and after each
     store, which is a third rule. Raises SpecError for what is no version and NotPredictable for
-    one older than was ever compared.
+    one that counts no token sources.
     """
     version = _version(engine)
     if version < OLDEST_ENGINE:
         oldest = ".".join(map(str, OLDEST_ENGINE))
-        raise NotPredictable(f"vLLM {engine} was never compared; {oldest} is the oldest that was")
+        raise NotPredictable(
+            f"vLLM {engine} does not count where tokens came from; {oldest} is the oldest that does"
+        )
     recency: Recency | None = None
     if version >= (0, 31):
         recency = "access" if version >= (0, 33) else "finish"
@@ -48,14 +53,17 @@ def engine_rules(engine: str) -> EngineRules:
 
 
 def engine_note(engine: str) -> str | None:
-    """What a prediction for vLLM ``engine`` takes for granted; None for a version compared.
+    """What a prediction for vLLM ``engine`` takes for granted; None for one among those compared.
 
     Raises SpecError for what is no version.
     """
-    if _version(engine) <= NEWEST_ENGINE:
+    version = _version(engine)
+    oldest, newest = COMPARED_ENGINES[0], COMPARED_ENGINES[-1]
+    if oldest <= version <= newest:
         return None
-    newest = ".".join(map(str, NEWEST_ENGINE))
-    return f"vLLM {engine}: rules of {newest} assumed; the newest compared is {newest}"
+    end, which = (oldest, "oldest") if version < oldest else (newest, "newest")
+    taken = ".".join(map(str, end))
+    return f"vLLM {engine}: rules of {taken} assumed; the {which} compared is {taken}"
 
 
 def _version(engine: str) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from harness.plan.plan import BUILT_IN_ARMS
 from harness.plan.presets import preset_names
 from scripts.gpu_kit import box, pack
 from sim.curves.formats import FORMATS
-from sim.tiers.spec import NEWEST_ENGINE, OLDEST_ENGINE
+from sim.tiers.spec import COMPARED_ENGINES, OLDEST_ENGINE
 from tests.places import ROOT
 
 GUIDE = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -184,10 +184,12 @@ def test_the_versions_of_vllm_that_are_predicted_are_in_the_guide() -> None:
     page = " ".join(text("docs/predictions.md").split())
     compared = json.loads(text("results/versions.json"))["comparisons"]
     minors = sorted({int(re.findall(r"==0\.(\d+)", one["wheel"])[0]) for one in compared})
-    assert (0, minors[-1]) == NEWEST_ENGINE
-    assert f"Versions 0.{minors[0]} to 0.{minors[-1]} have been compared" in page
-    assert f"one older than 0.{OLDEST_ENGINE[1]} is refused" in page
-    assert f"`kvcliff predict` knows vLLM 0.{minors[0]} to 0.{minors[-1]}" in text("README.md")
+    assert tuple((0, minor) for minor in minors) == COMPARED_ENGINES
+    *others, last = (f"0.{minor}" for minor in minors)
+    versions = f"{', '.join(others)} and {last}"
+    assert f"Versions {versions} have been compared" in page
+    assert f"one before 0.{OLDEST_ENGINE[1]} is refused" in page
+    assert f"compared with vLLM {versions}" in " ".join(text("README.md").split())
 
 
 def test_every_preset_walks_as_the_guide_says() -> None:

@@ -17,6 +17,7 @@ from servers.arms import Arm, Build, ServerSpec
 from servers.command import Command, difference, is_local, render
 from servers.ports import Ports
 from servers.tiers.base import HostTier
+from servers.tiers.registry import keeps_blocks
 from sim.tiers.settings import TIER_KINDS, TierKind
 from tests.places import DATA
 
@@ -62,7 +63,7 @@ def vllm(arm: Arm, inherited: dict[str, str] | None = None) -> Command:
 
 
 def tier(kind: TierKind, build: Build) -> Arm:
-    chunk = spec(build).block_size if kind in ("native", "simple") else 256
+    chunk = spec(build).block_size if keeps_blocks(kind) else 256
     return Arm(kind, spec(build), HostTier(gib=0.5, kind=kind, chunk_tokens=chunk))
 
 
@@ -94,6 +95,7 @@ def test_commands_are_the_golden_ones(build: Build, name: str):
     golden = GOLDENS / f"command-{build}-{name}.json"
     if os.environ.get("KVCLIFF_WRITE_GOLDENS"):
         golden.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+    assert golden.exists(), "KVCLIFF_WRITE_GOLDENS=1 writes it: read what it says"
     assert shown == json.loads(golden.read_text(encoding="utf-8"))
 
 

@@ -206,10 +206,11 @@ def test_rows_without_counts_are_told_apart():
     ("engine", "said"),
     [
         ("0.33.1", []),
+        ("0.16.0", ["s.json: vLLM 0.16.0: rules of 0.23 assumed; the oldest compared is 0.23"]),
         ("0.34.0", ["s.json: vLLM 0.34.0: rules of 0.33 assumed; the newest compared is 0.33"]),
     ],
 )
-def test_an_engine_newer_than_any_compared_is_predicted_and_said_once(engine, said):
+def test_an_engine_that_was_not_compared_is_predicted_and_said_once(engine, said):
     notes = []
     spec = PredictSpec.model_validate(SMALL | {"engine": engine})
     lines = [json.dumps({"prompt": [1], "output_len": 1}).encode()] * 2

@@ -39,8 +39,8 @@ def test_a_version_decides_the_free_rule_and_the_native_recency(
     assert engine_rules(engine) == (hashless_first, native_recency)
 
 
-def test_an_engine_older_than_any_compared_is_refused_and_a_word_is_no_version():
-    with pytest.raises(NotPredictable, match=r"0\.15\.1 was never compared; 0\.16 is the oldest"):
+def test_an_engine_that_counts_no_sources_is_refused_and_a_word_is_no_version():
+    with pytest.raises(NotPredictable, match=r"0\.15\.1 does not count .* 0\.16 is the oldest"):
         engine_rules("0.15.1")
     with pytest.raises(ValueError, match="'newest' is no vLLM version"):
         engine_rules("newest")
@@ -48,13 +48,20 @@ def test_an_engine_older_than_any_compared_is_refused_and_a_word_is_no_version()
 
 def test_an_engine_newer_than_any_compared_is_said_to_be_taken_for_the_newest():
     assert engine_note("0.33.9") is None
-    assert engine_note("0.16.0") is None
     assert engine_note("0.34.0") == (
         "vLLM 0.34.0: rules of 0.33 assumed; the newest compared is 0.33"
     )
     assert engine_rules("0.34.0") == engine_rules("0.33.0")
     with pytest.raises(ValueError, match="'newest' is no vLLM version"):
         engine_note("newest")
+
+
+def test_an_engine_older_than_any_compared_is_said_to_be_taken_for_the_oldest():
+    assert engine_note("0.23.0") is None
+    assert engine_note("0.22.1") == (
+        "vLLM 0.22.1: rules of 0.23 assumed; the oldest compared is 0.23"
+    )
+    assert engine_rules("0.22.1") == engine_rules("0.23.0")
 
 
 # --- prefix keys
