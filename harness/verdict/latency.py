@@ -255,17 +255,17 @@ def _break_even(model: LatencyModel, rows: Sequence[Row]) -> results.BreakEven:
 def _verdict(first: int | None, chunk_tokens: int, compared: Sequence[LoadOrRecompute]) -> str:
     label = _label(compared[0]).capitalize()
     if first is None:
-        return (
-            f"{label}: up to the {compared[-1].tokens:,} tokens calibrated, no load from the host "
-            "beats computing."
-        )
-    largest = compared[-1]
-    error = largest.saved.standard_error_s
-    if largest.load.value_s <= 0 or (error is not None and largest.saved.value_s <= 2 * error):
+        largest = compared[-1]
+        error_s = largest.saved.standard_error_s
+        if error_s is not None and largest.saved.value_s < -2 * error_s:
+            return (
+                f"{label}: up to the {largest.tokens:,} tokens calibrated, no load from the host "
+                "beats computing."
+            )
         return (
             f"{label}: no break-even is established, because at the largest load calibrated "
             f"({largest.tokens:,} tokens) the saving is within twice its standard error, or the "
-            "fit gives a load no time at all."
+            "fit has no such error or gives a load no time at all."
         )
     floor = ", one chunk, the smallest load there is" if first == 1 else ""
     return (

@@ -25,6 +25,15 @@ class LoadOrRecompute:
     assumed: tuple[str, ...]
 
     @property
+    def is_established(self) -> bool:
+        """Whether the load is faster beyond the fit's own error: by more than two standard errors.
+
+        Not where the fit gives the load no time at all, or has no rows to spare for an error.
+        """
+        error_s = self.saved.standard_error_s
+        return error_s is not None and self.load.value_s > 0 and self.saved.value_s > 2 * error_s
+
+    @property
     def prefill_tokens_per_s(self) -> float:
         """Tokens computed a second."""
         return _rate(self.tokens, self.recompute.value_s)
@@ -66,19 +75,22 @@ def load_or_recompute(
 
 
 def break_even_chunks(model: LatencyModel, *, chunk_tokens: int, chunk_bytes: int) -> int | None:
-    """The fewest whole chunks that load faster than they compute; None: none calibrated does.
+    """The fewest whole chunks from which on every calibrated load is established to be faster.
 
-    From there on every larger load is faster, too: what is saved is convex in the tokens (setup
-    once, the rest linear, attention quadratic) and starts at or below 0. Where ``per_pair`` had to
-    be taken as 0, computing few tokens looks dearer than it is: the answer is then a lower bound.
+    None: the largest is not. What is saved is convex in the tokens (setup once, the rest linear,
+    attention quadratic) and starts at or below 0, so a larger load than the break-even is faster,
+    too, but its error may be larger than what it saves. Where ``per_pair`` had to be taken as 0,
+    computing few tokens looks dearer than it is: the answer is then a lower bound.
     """
-    for chunks in range(1, int(model.ranges["loaded chunks"][1]) + 1):
+    first = None
+    for chunks in range(int(model.ranges["loaded chunks"][1]), 0, -1):
         sizes = load_or_recompute(
             model, chunks=chunks, chunk_tokens=chunk_tokens, chunk_bytes=chunk_bytes
         )
-        if sizes.saved.value_s > 0:
-            return chunks
-    return None
+        if not sizes.is_established:
+            break
+        first = chunks
+    return first
 
 
 def _rate(amount: float, seconds: float) -> float:

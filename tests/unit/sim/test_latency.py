@@ -197,6 +197,27 @@ def test_there_is_no_break_even_when_no_calibrated_load_is_faster() -> None:
     assert break_even_chunks(line(0.06), chunk_tokens=100, chunk_bytes=10**6) is None
 
 
+def test_a_break_even_is_where_the_saving_exceeds_twice_its_error() -> None:
+    # Loads of 20 and 22 chunks, 30 ms off either way, say little about small ones: 3 chunks
+    # seem to save 85 ms, 300 − 215, give or take 313 ms; 22 save 1,890 ms for sure.
+    rows = [(Shape(n, 0), n / 1_000) for n in (10, 500, 1_000, 2_210)]
+    off = {20: (-0.03, 0.03), 22: (0.03, -0.03)}
+    loads = [
+        (Shape(10, 100 * k, 10**6 * k, k), 0.21 + 0.005 * k + late_s)
+        for k, both in off.items()
+        for late_s in both
+    ]
+    model, unit = fit([*rows, *loads]), {"chunk_tokens": 100, "chunk_bytes": 10**6}
+    three = load_or_recompute(model, chunks=3, **unit)
+    assert three.saved.value_s == pytest.approx(0.085)
+    assert three.saved.standard_error_s == pytest.approx(0.313, abs=0.001)
+    first = break_even_chunks(model, **unit)
+    assert first is not None
+    assert first > 3
+    assert not load_or_recompute(model, chunks=first - 1, **unit).is_established
+    assert all(load_or_recompute(model, chunks=k, **unit).is_established for k in range(first, 23))
+
+
 def test_a_break_even_size_beyond_the_calibrated_loads_says_so() -> None:
     eleven = load_or_recompute(line(0.02), chunks=11, chunk_tokens=100, chunk_bytes=10**6)
     assert "loading: loaded chunks is 11, calibrated are 0 to 10" in eleven.assumed
