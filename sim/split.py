@@ -35,6 +35,10 @@ class Units:
     chunk: int
 
 
+USUAL_UNITS = Units(block=16, chunk=256)
+"""vLLM's default on CUDA, and LMCache's."""
+
+
 SOURCE_CLASSES = (
     "recomputed",
     "gpu+recomputed",

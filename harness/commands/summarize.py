@@ -7,7 +7,7 @@ from harness.commands.derived import show_summary
 
 
 def summarize(run: RunPath, as_json: AsJson = False) -> None:
-    """Show the tables of a run."""
+    """Show the tables of a run, and make its summary.json and reconcile.json anew."""
     from harness.record.folder import RunFolder
 
     raise typer.Exit(1 if show_summary(RunFolder(run), as_json=as_json) else 0)

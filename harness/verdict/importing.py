@@ -5,8 +5,9 @@ What the file does not say stays unknown: no prediction, no residual, hence no v
 
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -25,11 +26,8 @@ from harness.verdict.measured import SCHEMA, JsonObject
 from harness.verdict.publish import Listed, by_pass, complete
 from harness.verdict.schema import ReconcileFile, Summary
 from harness.verdict.stats import summarize
-from sim.split import Units
+from sim.split import USUAL_UNITS, Units
 from sim.workload import WARMUP_PASS
-
-# vLLM's default on CUDA and LMCache's; they only tell whole documents from parts of them.
-_UNITS = Units(block=16, chunk=256)
 
 # 2**53: what a JSON number holds exactly in every reader.
 Tokens = Annotated[int, Field(ge=0, le=2**53)]
@@ -80,17 +78,27 @@ class ForeignRow(BaseModel):
         return not self.complete or self.ok is False
 
 
-def import_rows(source: Path, results: Path) -> Path:
+def import_rows(source: Path, results: Path, units: Units = USUAL_UNITS) -> Path:
     """Make ``results/<UTC>-import-<hash>/`` from ``source`` and return it.
 
     The folder holds a copy of the file, the manifest, ``summary.json`` and ``reconcile.json``.
-    InputError with file, line and field for a row that cannot be used; nothing is written then.
-    The rows are walked once and not kept.
+    ``units`` tell whole documents from parts of them. InputError with file, line and field for a
+    row that cannot be used; no folder is made then. The rows are walked once and not kept.
     """
     if source.exists() and not source.is_file():
-        raise InputError(f"{source} is no regular file: it is read more than once")
-    walk = _Walk(source)
-    digest = file_digest(source)
+        raise InputError(f"{source} is no regular file")
+    with TemporaryDirectory() as folder:  # what is measured here must be what is kept
+        copy = Path(folder) / source.name
+        try:
+            shutil.copyfile(source, copy)
+        except OSError as error:
+            raise InputError(f"cannot read {source}: {error.strerror}") from None
+        return _import(copy, source, results, units)
+
+
+def _import(copy: Path, source: Path, results: Path, units: Units) -> Path:
+    walk = _Walk(copy, source, units)
+    digest = file_digest(copy)
     plan_id = f"import-{digest[:8]}"
     folder = RunFolder.begun_now(results, plan_id)
     environment: JsonObject = {
@@ -101,12 +109,12 @@ def import_rows(source: Path, results: Path) -> Path:
         "gpus": None,
     }
     # Before anything is written: a row these cannot take must leave no half-made folder.
-    summary = _summary(folder.name, plan_id, walk.rows(), environment)
+    summary = _summary(folder.name, plan_id, walk, environment)
     if not walk.account.recorded:
         raise InputError(f"{source} has no row")
     reconciliation = _reconciliation(folder.name, walk)
     folder.create()
-    shutil.copyfile(source, folder.path / "ttft.jsonl")
+    shutil.copyfile(copy, folder.path / "ttft.jsonl")
     Manifest(
         schema_version=RECORD_SCHEMA,
         run=folder.name,
@@ -120,8 +128,8 @@ def import_rows(source: Path, results: Path) -> Path:
     return folder.path
 
 
-def _summary(run: str, plan_id: str, rows: Iterable[Sample], environment: JsonObject) -> Summary:
-    statistics = summarize(rows, run=run, plan_id=plan_id, units=_UNITS)
+def _summary(run: str, plan_id: str, walk: "_Walk", environment: JsonObject) -> Summary:
+    statistics = summarize(walk.rows(), run=run, plan_id=plan_id, units=walk.units)
     decision = decide(
         DecisionSection(),
         statistics,
@@ -152,16 +160,17 @@ def _reconciliation(run: str, walk: "_Walk") -> ReconcileFile:
 
 
 class _Walk:
-    """One walk over a foreign file, and what it met: rows counted, and listed.
+    """One walk over the ``copy`` of a foreign file, and what it met: rows counted, and listed.
 
     Without a session, the k-th row of the same arm, pass and document belongs to the k-th session of
     that arm: one server cannot have measured a document of a pass twice.
     """
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, copy: Path, source: Path, units: Units) -> None:
         self.account = ImportAccount()
-        self.listed = Listed(sum(1 for _ in numbered_lines(source)), _UNITS)
-        self._source = source
+        self.listed = Listed(sum(1 for _ in numbered_lines(copy)), units)
+        self.units = units
+        self._copy, self._source = copy, source
         self._seqs: Counter[str] = Counter()
         self._seen: dict[tuple[str, str], Counter[int | str]] = defaultdict(Counter)
         self._firsts: dict[str, tuple[int, ForeignRow]] = {}  # by session: its place, its first row
@@ -169,7 +178,7 @@ class _Walk:
 
     def rows(self) -> Iterator[Sample]:
         """Every row in file order; InputError with file, line and field."""
-        for number, line in numbered_lines(self._source):
+        for number, line in numbered_lines(self._copy):
             if not line.strip():
                 continue
             where = f"{self._source}, line {number}"

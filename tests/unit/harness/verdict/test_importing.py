@@ -1,5 +1,8 @@
+import hashlib
+import itertools
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from harness.verdict.importing import import_rows
 from harness.verdict.reconcile import reconcile
 from harness.verdict.schema import ReconcileFile, Summary
 from scripts import summarize
+from tests.command import kvcliff
 from tests.factory import make_row
 
 LAB = {"config": "baseline", "pass": "pass2-replay", "doc": 0, "doc_tokens": 5011,
@@ -229,6 +233,47 @@ def test_rows_of_kvcliffs_own_can_be_imported(tmp_path: Path) -> None:
     assert summary["sources"]["recomputed"]["n"] == 1
     (span,) = summary["sessions"][0]["spans"]
     assert span["began_unix_ms"] == 1_767_225_600_000.0
+
+
+def test_what_is_read_is_what_is_kept_however_the_file_grows_meanwhile(tmp_path: Path) -> None:
+    source = write(tmp_path / "t.jsonl", *({"doc": doc} for doc in range(2_000)))
+    is_over = threading.Event()
+
+    def grow() -> None:
+        with source.open("ab", buffering=0) as file:
+            for doc in itertools.count(2_000):
+                if is_over.is_set():
+                    return
+                file.write(f"{json.dumps({**LAB, 'doc': doc})}\n".encode())
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    try:
+        folder = import_rows(source, tmp_path / "results")
+    finally:
+        is_over.set()
+        writer.join()
+    kept = (folder / "ttft.jsonl").read_bytes()
+    manifest = RunFolder(folder).read_manifest()
+    assert manifest.sealed == {"ttft.jsonl": hashlib.sha256(kept).hexdigest()}
+    content = json.loads((folder / "reconcile.json").read_text(encoding="utf-8"))
+    assert content["requests_recorded"] == kept.count(b"\n")
+
+
+def test_blocks_and_chunks_of_an_imported_run_are_said_and_can_be_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Of 40 document tokens 32 came from the GPU: all its whole blocks of 32 or 16, not of 8.
+    row = {"doc_tokens": 40, "prompt_tokens": 45, "computed": 13, "gpu_hit": 32, "host_loaded": 0}
+    source = write(tmp_path / "t.jsonl", *({**both, **row} for both in both_arms()))
+    for block, source_class in ((None, "gpu"), (32, "gpu"), (8, "gpu+recomputed")):
+        given = ["--block-size", str(block)] if block else []
+        results = tmp_path / f"results-{block}"
+        assert kvcliff("import", str(source), "--results", str(results), *given) == 0
+        said = f"assumed: blocks of {block or 16} tokens (--block-size) and chunks of 256 tokens"
+        assert said in " ".join(capsys.readouterr().err.split())
+        (folder,) = results.iterdir()
+        assert list(summary_of(folder)["sources"]) == [source_class]
 
 
 def findings_of(folder: Path) -> list[str]:
