@@ -162,22 +162,18 @@ class Ledger:
         self._path = path
         self._session = session
         self._work = work
-        self._known: dict[Identity, str] = {}
-
-    @property
-    def known(self) -> dict[Identity, str]:
+        self.known: dict[Identity, str] = {}
         """Every process this launch has recorded, with its role."""
-        return dict(self._known)
 
     def started(self, identity: Identity, role: str) -> None:
         """Record a process once; again is not an error."""
-        if identity not in self._known:
-            self._known[identity] = role
+        if identity not in self.known:
+            self.known[identity] = role
             self._append(identity, role, "started")
 
     def ended(self, identity: Identity) -> None:
         """Record that a process is verified gone."""
-        self._append(identity, self._known[identity], "ended")
+        self._append(identity, self.known[identity], "ended")
 
     def _append(self, identity: Identity, role: str, event: Literal["started", "ended"]) -> None:
         line = {

@@ -38,11 +38,19 @@ class PrefixTree:
         cls, requests: Requests, parent: Edges, length: Ints, last_edge: Edges
     ) -> "PrefixTree":
         """Derive depths and chains; raises TraceError where the numbers are no such tree."""
-        _check(requests, parent, length, last_edge)
-        number = np.arange(len(parent), dtype=np.int32)
+        n = len(parent)
+        number = np.arange(n, dtype=np.int32)
+        if len(length) != n or len(last_edge) != len(requests):
+            raise TraceError(
+                f"{n} edges with {len(length)} lengths, {len(requests)} requests with "
+                f"{len(last_edge)} path ends"
+            )
+        if n and (parent.min() < -1 or (parent >= number).any() or length.min() < 1):
+            raise TraceError("an edge lies before its parent or has no block")
+        if len(last_edge) and (last_edge.min() < -1 or last_edge.max() >= n):
+            raise TraceError(f"a path ends at an edge that is not among the {n}")
         is_head = parent != number - 1
-        if len(is_head):
-            is_head[0] = True
+        is_head[:1] = True
         head = np.maximum.accumulate(np.where(is_head, number, 0).astype(np.int32))
         end = _depths(parent, length, is_head)
         return cls(requests, parent, length, last_edge, end - length, end, head)
@@ -74,20 +82,6 @@ class PrefixTree:
             parts.append(np.arange(first[edge], first[edge] + self.length[edge]))
             edge = int(self.parent[edge])
         return np.concatenate(parts[::-1]) if parts else np.zeros(0, dtype=np.int64)
-
-
-def _check(requests: Requests, parent: Edges, length: Ints, last_edge: Edges) -> None:
-    n = len(parent)
-    numbers = np.arange(n)
-    if len(length) != n or len(last_edge) != len(requests):
-        raise TraceError(
-            f"{n} edges with {len(length)} lengths, {len(requests)} requests with "
-            f"{len(last_edge)} path ends"
-        )
-    if n and (parent.min() < -1 or (parent >= numbers).any() or length.min() < 1):
-        raise TraceError("an edge lies before its parent or has no block")
-    if len(last_edge) and (last_edge.min() < -1 or last_edge.max() >= n):
-        raise TraceError(f"a path ends at an edge that is not among the {n}")
 
 
 def _depths(parent: Edges, length: Ints, is_head: NDArray[np.bool_]) -> Ints:
