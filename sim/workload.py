@@ -7,7 +7,7 @@ was asked. Prompts are token ids, never text: re-tokenising would change their l
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from sim.errors import SpecError
 
@@ -21,7 +21,6 @@ since they are the model's. ``repeated``: its first one again, so a whole prompt
 
 WARMUP_PASS = "warmup"
 _ORDER_WORD = {"fwd": "replay", "rev": "reverse"}
-_QUESTIONS: tuple[Questions, ...] = ("new", "appended", "repeated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +102,10 @@ def build_workload(spec: WorkloadSpec) -> Workload:
     Raises SpecError when the ids cannot be made distinct or a count is out of range.
     """
     _check(spec)
-    low, high = spec.vocab
     # One object an id, so that millions of tokens cost their references: 8 bytes each, not 40.
     ids: dict[int, int] = {}
-    first_ids = random.Random(f"{spec.seed}/first").sample(
-        range(low, high), spec.documents + spec.warmup_documents
-    )
+    n_documents = spec.documents + spec.warmup_documents
+    first_ids = random.Random(f"{spec.seed}/first").sample(range(*spec.vocab), n_documents)
     documents = [
         _document(spec, f"doc/{d}", first_ids[d], spec.tokens_of(d), ids)
         for d in range(spec.documents)
@@ -123,7 +120,12 @@ def build_workload(spec: WorkloadSpec) -> Workload:
         requests.append(_request(spec, "measure", name, doc, documents[doc]))
         if spec.questions == "appended":
             documents[doc] = requests[-1].prompt
-    _check_distinct(spec, requests)
+    n_distinct = n_documents if spec.questions == "repeated" else len(requests)
+    if len({request.prompt for request in requests}) < n_distinct:
+        raise SpecError(
+            f"question_tokens is {spec.question_tokens}: too few for {len(requests)} requests to "
+            "have a question of their own"
+        )
     return tuple(requests)
 
 
@@ -137,25 +139,13 @@ def _check(spec: WorkloadSpec) -> None:
             raise SpecError(f"{field} is {getattr(spec, field)}; it must be at least 0")
     if not spec.passes or any(order not in _ORDER_WORD for order in spec.passes):
         raise SpecError(f"passes are {list(spec.passes)}; each must be 'fwd' or 'rev'")
-    if spec.questions not in _QUESTIONS:
-        raise SpecError(f"questions is {spec.questions!r}; known: {', '.join(_QUESTIONS)}")
+    if spec.questions not in get_args(Questions):
+        raise SpecError(f"questions is {spec.questions!r}; known: {', '.join(get_args(Questions))}")
     needed = spec.documents + spec.warmup_documents
     if not 0 <= low < high or high - low < max(needed, 2):
         raise SpecError(
             f"vocab range [{low}, {high}) has too few token ids: {needed} documents each need "
             "a first token of their own"
-        )
-
-
-def _check_distinct(spec: WorkloadSpec, requests: list[Request]) -> None:
-    distinct = len({request.prompt for request in requests})
-    n_prompts = len(requests)
-    if spec.questions == "repeated":
-        n_prompts = spec.warmup_documents + spec.documents
-    if distinct < n_prompts:
-        raise SpecError(
-            f"question_tokens is {spec.question_tokens}: too few for {len(requests)} requests to "
-            "have a question of their own"
         )
 
 
@@ -174,9 +164,8 @@ def _request(
     spec: WorkloadSpec, phase: Phase, name: str, doc: int, asked: tuple[int, ...]
 ) -> Request:
     """``asked``: the document, and under ``appended`` the questions asked of it before."""
-    asked_in = name
-    if phase == "measure" and spec.questions == "repeated":
-        asked_in = pass_name(0, spec.passes[0])
+    is_repeated = phase == "measure" and spec.questions == "repeated"
+    asked_in = pass_name(0, spec.passes[0]) if is_repeated else name
     rng = random.Random(f"{spec.seed}/question/{asked_in}/{doc}")
     low, high = spec.vocab
     question = tuple(rng.randrange(low, high) for _ in range(spec.question_tokens))
