@@ -64,14 +64,9 @@ def load_or_recompute(
         for way, shape in (("loading", loading), ("computing", computing))
         for why in model.beyond(shape)
     ]
-    return LoadOrRecompute(
-        tokens,
-        loaded,
-        recompute,
-        load,
-        model.difference(of=computing, minus=loading),
-        tuple(dict.fromkeys([*beyond, *recompute.assumed, *load.assumed])),
-    )
+    saved = model.difference(of=computing, minus=loading)
+    assumed = dict.fromkeys([*beyond, *recompute.assumed, *load.assumed])
+    return LoadOrRecompute(tokens, loaded, recompute, load, saved, tuple(assumed))
 
 
 def break_even_chunks(model: LatencyModel, *, chunk_tokens: int, chunk_bytes: int) -> int | None:

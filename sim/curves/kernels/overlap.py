@@ -4,19 +4,6 @@ from sim.curves.kernels import Numbers
 from sim.curves.kernels.fenwick import add, prefix
 
 
-def distance_above(
-    k: int, n: int, begin: Numbers, finish: Numbers, owner: Numbers, holders: Numbers,
-    path: Numbers,
-) -> int:  # fmt: skip
-    """Units that stand between a free edge ``path[k]`` and the newest unit of its owner."""
-    above = 0
-    for m in range(k + 1, n):
-        if holders[path[m]] > 0 or owner[path[m]] != owner[path[k]]:
-            break
-        above += finish[path[m]] - begin[path[m]]
-    return above
-
-
 def look_up(
     n: int, limit: int, held: int, free: int, begin: Numbers, finish: Numbers, owner: Numbers,
     holders: Numbers, sums: Numbers, path: Numbers, diff: Numbers,
@@ -31,8 +18,12 @@ def look_up(
             diff[1] += hit
             diff[2] -= hit
         elif owner[edge] >= 0:
-            above = distance_above(k, n, begin, finish, owner, holders, path)
-            at = held + free - prefix(sums, owner[edge] + 1) + above + 1
+            at = held + free - prefix(sums, owner[edge] + 1) + 1
+            # The rest of the path up to another owner stands before it.
+            m = k + 1
+            while m < n and holders[path[m]] == 0 and owner[path[m]] == owner[edge]:
+                at += finish[path[m]] - begin[path[m]]
+                m += 1
             diff[at] += 1
             diff[at + hit] -= 1
 
