@@ -185,9 +185,9 @@ def sources(run: SurfaceRun) -> Chart:
         raise InputError("the surface has no host capacity above 0 to plot")
     total = max(run.surface.counted_tokens, 1)
     rows = [
-        {"tokens": point["host_blocks"] * block, "source": source.word, "order": order,
+        {"tokens": tokens, "source": source.word, "order": order,
          "share": point[f"{source.field}_tokens"] / total}
-        for point in points
+        for tokens, point in _steps(points, block)
         for order, source in enumerate((GPU_HIT, HOST_LOADED, COMPUTED))
     ]  # fmt: skip
     x = tokens_axis("host KV capacity", loaded, [row["tokens"] for row in rows])
@@ -202,6 +202,13 @@ def sources(run: SurfaceRun) -> Chart:
         f"the prompt tokens; a host tier up to {most['host_loaded_tokens'] / total:.1%} more"
     )
     return on_paper({"layer": [area]}, said, _about(loaded))
+
+
+def _steps(points: Sequence[Chart], block: int) -> list[tuple[float, Chart]]:
+    """Where each point's step begins, in tokens, and where the last one ends: as wide as the others."""
+    begins = [point["host_blocks"] * block for point in points]
+    width = (begins[-1] / begins[0]) ** (1 / max(len(begins) - 1, 1))
+    return [*zip(begins, points, strict=True), (begins[-1] * max(width, 1.1), points[-1])]
 
 
 def heat_map(run: SurfaceRun) -> Chart:

@@ -3,7 +3,8 @@
 A request looks up its longest run of leading blocks, then all its blocks come in, last block
 first; its own blocks are never evicted to make room for it. One that is longer than the cache
 keeps its first blocks only. A policy is told that a block came in (``admit``) or that a resident one
-was used again (``touch``); ``evict`` chooses one outside ``mine``, forgets it and returns it.
+was used again (``touch``); ``evict`` chooses one outside ``mine`` to make room for ``coming``,
+forgets it and returns it.
 """
 
 import heapq
@@ -26,7 +27,7 @@ class Fifo:
         """Behind all others."""
         self._queue[key] = None
 
-    def evict(self, mine: set[int]) -> int:
+    def evict(self, coming: int, mine: set[int]) -> int:
         """The oldest."""
         return _pop_first(self._queue, mine)
 
@@ -42,7 +43,7 @@ class Lru(Fifo):
 class Mru(Lru):
     """Most recently used leaves first."""
 
-    def evict(self, mine: set[int]) -> int:
+    def evict(self, coming: int, mine: set[int]) -> int:
         """The youngest outside ``mine``."""
         key = next(key for key in reversed(self._queue) if key not in mine)
         del self._queue[key]
@@ -66,7 +67,7 @@ class Lfu:
 
     admit = touch
 
-    def evict(self, mine: set[int]) -> int:
+    def evict(self, coming: int, mine: set[int]) -> int:
         """The fewest uses."""
         kept = []
         while True:
@@ -100,37 +101,36 @@ class Arc:
         self._often[key] = None
 
     def admit(self, key: int) -> None:
-        """A ghost moves the balance towards its list and comes back as frequent."""
-        once, often = self._ghost_once, self._ghost_often
-        if key in once:
-            self._target = min(self._target + max(len(often) / len(once), 1.0), self._capacity)
-            del once[key]
-            self._often[key] = None
-        elif key in often:
-            self._target = max(self._target - max(len(once) / len(often), 1.0), 0.0)
-            del often[key]
-            self._often[key] = None
-        else:
-            self._once[key] = None
-        self._trim()
+        """A block that left not long ago comes back as frequent, one that is new as seen once."""
+        is_ghost = key in self._ghost_once or key in self._ghost_often
+        self._ghost_once.pop(key, None)
+        self._ghost_often.pop(key, None)
+        (self._often if is_ghost else self._once)[key] = None
 
-    def evict(self, mine: set[int]) -> int:
-        """From the recency list while it is above its target, else from the frequency list."""
+    def evict(self, coming: int, mine: set[int]) -> int:
+        """Cases II to IV of the paper for a full cache; a ghost moves the target to its list."""
+        once, often = len(self._ghost_once), len(self._ghost_often)
+        if coming in self._ghost_once:
+            self._target = min(self._target + max(often / once, 1.0), self._capacity)
+        elif coming in self._ghost_often:
+            self._target = max(self._target - max(once / often, 1.0), 0.0)
+        elif len(self._once) + once == self._capacity:
+            if not once:
+                return _pop_first(self._once, mine)
+            self._ghost_once.popitem(last=False)
+        elif self._capacity + once + often == 2 * self._capacity:
+            self._ghost_often.popitem(last=False)
+        return self._replace(mine, is_often=coming in self._ghost_often)
+
+    def _replace(self, mine: set[int], *, is_often: bool) -> int:
         lists = [(self._once, self._ghost_once), (self._often, self._ghost_often)]
-        if len(self._once) <= self._target:
+        n_once = len(self._once)
+        if n_once < self._target or (n_once == self._target and not is_often):
             lists.reverse()
         blocks, ghosts = next(pair for pair in lists if not pair[0].keys() <= mine)
         key = _pop_first(blocks, mine)
         ghosts[key] = None
-        self._trim()
         return key
-
-    def _trim(self) -> None:
-        while self._ghost_once and len(self._once) + len(self._ghost_once) > self._capacity:
-            self._ghost_once.popitem(last=False)
-        lists = (self._once, self._often, self._ghost_once, self._ghost_often)
-        while self._ghost_often and sum(map(len, lists)) > 2 * self._capacity:
-            self._ghost_often.popitem(last=False)
 
 
 Policy = Fifo | Lfu | Arc
@@ -175,7 +175,7 @@ def _hits(paths: Paths, capacity: int, policy: Policy) -> int:
                 policy.touch(key)
                 continue
             if len(resident) >= capacity:
-                resident.remove(policy.evict(mine))
+                resident.remove(policy.evict(key, mine))
             policy.admit(key)
             resident.add(key)
     return hits

@@ -62,12 +62,12 @@ def curve(
 ) -> Curve:
     """The exact curve of ``tree``'s requests, served one after the other.
 
-    ``order``: requests as served (default: by arrival). ``unit_tokens``: the cache's block or chunk
+    ``order``: requests as served, each at most once (default: all, by arrival). ``unit_tokens``: the cache's block or chunk
     (default: the trace's). ``forward``: LMCache's simulator's order. ``last_token``: vLLM's rule.
     ``decode``: generated tokens take blocks too. ``warm_up``: the first share of the requests only
     warms the cache. Raises SpecError for values out of range.
     """
-    order = tree.requests.order() if order is None else order
+    order = order_of(tree, order)
     unit = unit_tokens or tree.requests.block_tokens
     begin, finish, blocks = in_units(tree, unit)
     n, first = len(order), first_counted(len(order), warm_up)
@@ -89,6 +89,22 @@ def curve(
     hits = diff[: farthest + 1]
     np.cumsum(np.cumsum(hits, out=hits), out=hits)
     return Curve(hits, int(blocks[order[first:]].sum()), n - first, unit)
+
+
+def order_of(tree: PrefixTree, order: Ints | None) -> Ints:
+    """``order``, or all requests by arrival. Raises ValueError for what no kernel may index by."""
+    if order is None:
+        return tree.requests.order()
+    n = len(tree.requests)
+    if order.ndim != 1 or not np.issubdtype(order.dtype, np.integer):
+        raise ValueError(f"an order of {order.dtype}, {order.ndim} dimensions; numbers are needed")
+    if len(order) and not 0 <= order.min() <= order.max() < n:
+        raise ValueError(
+            f"an order of requests {order.min()} to {order.max()}; the trace has 0 to {n - 1}"
+        )
+    if len(order) and (most := np.bincount(order)).max() > 1:
+        raise ValueError(f"request {most.argmax()} comes {most.max()} times in the order")
+    return order.astype(np.int64, copy=False)
 
 
 def first_counted(n_requests: int, warm_up: float) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sim.curves.jit import read_only, run, runs_compiled
 from sim.curves.kernels.surface import stack_surface
-from sim.curves.stack import first_counted, hit_caps, in_units
+from sim.curves.stack import first_counted, hit_caps, in_units, order_of
 from sim.curves.trace import Ints, counted_tokens
 from sim.curves.tree import PrefixTree
 
@@ -58,7 +58,7 @@ def surface(
     ``gpu_tokens`` and ``chunk_tokens`` (default: the trace's block) need not divide each other.
     Capacities are sorted and made unique. Raises ValueError for values out of range.
     """
-    order = tree.requests.order() if order is None else order
+    order = order_of(tree, order)
     gpu = gpu_tokens or tree.requests.block_tokens
     chunk = chunk_tokens or tree.requests.block_tokens
     gpu_edges, host_edges = _capacities(gpu_blocks, "GPU"), _capacities(host_chunks, "host")

@@ -16,6 +16,7 @@ from sim.curves.convert import convert, lookup_events
 from sim.curves.readers import read_trace
 from sim.curves.reference import ReferenceLru, hits_at, prefix_keys
 from sim.curves.stack import Curve, curve
+from sim.curves.surface import surface
 from sim.curves.synthetic import chat_trace, random_trace, trace_of
 from sim.curves.trace import TraceError
 from sim.curves.tree import PrefixTree, build_tree
@@ -107,6 +108,35 @@ def test_the_order_of_arrival_decides_not_that_of_the_trace() -> None:
     tree = tree_of(ABC)
     # b first: then a and c are neighbours and share 2 of 3 blocks at once.
     assert curve(tree, order=np.array([1, 0, 2])).hits.tolist() == [0, 1, 2]
+
+
+def test_a_part_of_the_requests_has_the_curve_of_a_trace_of_that_part() -> None:
+    for seed in range(6):
+        trace = random_trace(seed)
+        part = np.arange(len(trace.requests))[seed % 3 :: 2]
+        alone = build_tree(trace_of([trace.path(r) for r in part]))
+        for compiled_too in (False, True):
+            found = curve(build_tree(trace), order=part, compiled=compiled_too)
+            assert found.hits.tolist() == curve(alone, compiled=False).hits.tolist()
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ([0, 3], "requests 0 to 3; the trace has 0 to 2"),
+        ([-1, 0], "requests -1 to 0"),
+        ([1, 1, 0], "request 1 comes 2 times"),
+        ([True, False, True], "numbers are needed"),
+        ([0.0], "numbers are needed"),
+    ],
+)
+def test_an_order_that_names_no_requests_is_refused(order: list[int], said: str) -> None:
+    tree = build_tree(trace_of([[1], [2], [1]]))
+    for compiled_too in (False, True):
+        with pytest.raises(ValueError, match=said):
+            curve(tree, order=np.array(order), compiled=compiled_too)
+        with pytest.raises(ValueError, match=said):
+            surface(tree, [1], [1], order=np.array(order), compiled=compiled_too)
 
 
 def test_no_mismatch_against_an_ordered_dict_at_every_capacity() -> None:
