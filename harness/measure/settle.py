@@ -14,17 +14,9 @@ from typing import Self
 
 import httpx
 
+from harness.counters import pages
 from harness.counters.attribute import Snapshot
 from harness.counters.errors import CounterError, MissingSeries, ScrapeError, UnreachableError
-from harness.counters.pages import (
-    HostPages,
-    Samples,
-    counts,
-    gauge_value,
-    others_finished,
-    parse,
-    require_split,
-)
 from harness.counters.tiers.base import HopelessError, HostReading, NotYetError, Rest, wait_if
 from harness.counters.tiers.registry import COUNTED
 from harness.measure.bounded_http import BoundedTransport
@@ -109,8 +101,8 @@ class Scraper:
     def read(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> Snapshot:
         """One reading of all counters, settled or not. Raises ScrapeError or MissingSeries."""
         vllm, counters = self._of_vllm(timeout_s)
-        pages = self._pages(timeout_s)
-        host = None if pages is None or self._tier is None else self._tier.read(pages)
+        of_host = self._pages(timeout_s)
+        host = None if of_host is None or self._tier is None else self._tier.read(of_host)
         return self._snapshot(vllm, counters, host)
 
     def read_or_none(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> Snapshot | None:
@@ -152,12 +144,12 @@ class Scraper:
         settle_ms = (time.monotonic() - start) * 1e3
         return Settled(self.read_or_none(LAST_GET_TIMEOUT_S), settle_ms, reason)
 
-    def _pages(self, timeout_s: float) -> HostPages | None:
+    def _pages(self, timeout_s: float) -> pages.HostPages | None:
         if self._host_url is None or self._tier is None:
             return None
         wanted = (*self._tier.host_series, *self._tier.gauges, PROCESS_START)
         get = partial(self._get, timeout_s=timeout_s)
-        return HostPages(self._host_url, wanted, self._model_name, get)
+        return pages.HostPages(self._host_url, wanted, self._model_name, get)
 
     def _settled(
         self, before: Snapshot | None, progress: "_Progress", *, timeout_s: float
@@ -176,7 +168,7 @@ class Scraper:
 
     def _check_vllm(
         self,
-        samples: Samples,
+        samples: pages.Samples,
         counters: Mapping[str, int],
         before: Snapshot | None,
         progress: "_Progress",
@@ -187,7 +179,7 @@ class Scraper:
             raise HopelessError(f"vLLM's finished requests moved by {finished} where we sent 1")
         wait_if("vLLM has not counted the request as finished" if finished == 0 else None)
         where = {"where": self._vllm_url, "model_name": self._model_name}
-        running, waiting, usage = (gauge_value(samples, s, **where) for s in VLLM_GAUGES)
+        running, waiting, usage = (pages.gauge_value(samples, s, **where) for s in VLLM_GAUGES)
         # The gauge is published with step statistics and may lag: zero once after success will do.
         progress.blocks_freed = progress.blocks_freed or usage == 0
         if running or waiting:
@@ -198,24 +190,24 @@ class Scraper:
             )
 
     def _snapshot(
-        self, vllm: Samples, counters: dict[str, int], host: HostReading | None
+        self, vllm: pages.Samples, counters: dict[str, int], host: HostReading | None
     ) -> Snapshot:
-        pages = {"vllm": vllm, "lmcache": host.samples if host else {}}
+        read = {"vllm": vllm, "lmcache": host.samples if host else {}}
         started = [
             f"{who}@{samples[PROCESS_START.sample][0][1]:.2f}"
-            for who, samples in pages.items()
+            for who, samples in read.items()
             if samples.get(PROCESS_START.sample)
         ]
         launch = " ".join([self._model_name, *started])
         return Snapshot(counters, host.counters if host else None, launch)
 
-    def _of_vllm(self, timeout_s: float) -> tuple[Samples, dict[str, int]]:
+    def _of_vllm(self, timeout_s: float) -> tuple[pages.Samples, dict[str, int]]:
         """The samples of vLLM's page, and its counters by our names."""
         where, text = self._vllm_url, self._get(self._vllm_url, timeout_s).text
-        samples = parse(text, wanted=self._vllm_wanted, where=where)
-        found = counts(samples, self._vllm_counters, model_name=self._model_name, where=where)
-        found |= others_finished(samples, self._model_name)
-        require_split(found, with_host=self._tier is not None, page=text)
+        samples = pages.parse(text, wanted=self._vllm_wanted, where=where)
+        found = pages.counts(samples, self._vllm_counters, model_name=self._model_name, where=where)
+        found |= pages.others_finished(samples, self._model_name)
+        pages.require_split(found, with_host=self._tier is not None, page=text)
         return samples, found
 
     def _get(self, url: str, timeout_s: float) -> httpx.Response:

@@ -34,7 +34,7 @@ def arm_marks(arms: Sequence[str], treatment: str | None) -> dict[str, Mark]:
     return marks
 
 
-def ttft_spec(values: Rows, *, arms: Mapping[str, Mark], domain: Sequence[float]) -> Chart:
+def ttft(values: Rows, *, arms: Mapping[str, Mark], domain: Sequence[float]) -> Chart:
     """TTFT by position in the pass; ``values`` have ``n, ttft, arm, failed`` and the tooltip."""
     place = {
         "x": _counted("n:Q", "request in the pass"),
@@ -56,7 +56,7 @@ _TTFT_TOOLTIP = (
 )  # fmt: skip
 
 
-def paired_spec(
+def paired(
     documents: Rows, *, quotient: str, domain: Sequence[float], threshold: float | None
 ) -> Chart:
     """Ratio and range per document, with lines at 1 and at ``threshold`` where it fits.
@@ -89,7 +89,7 @@ def paired_spec(
     return on_page({"data": {"values": documents}, "layer": [*lines, bars, points]}, height=210)
 
 
-def sources_spec(values: Rows, *, seqs: Sequence[int]) -> Chart:
+def sources(values: Rows, *, seqs: Sequence[int]) -> Chart:
     """Tokens by source, measured upwards and predicted downwards.
 
     ``values``: one bar each, with ``seq, where, source, kind, tokens, signed``. ``seqs``: the
@@ -116,7 +116,7 @@ def sources_spec(values: Rows, *, seqs: Sequence[int]) -> Chart:
     return on_page({"layer": [bars, layer([{"zero": 0}], zero, y=of("zero:Q"))]}, height=140)
 
 
-def cliff_spec(curve: Cliff, *, arms: Mapping[str, Mark]) -> Chart:
+def cliff(curve: Cliff, *, arms: Mapping[str, Mark]) -> Chart:
     """Predicted shares as lines, measured ones as marks, this plan and the working set as rules."""
     size = "GPU tier, tokens"
     marks = _arm_encoding(arms)
@@ -152,7 +152,7 @@ def _shares(points: Sequence[CliffPoint]) -> Rows:
     return [point.model_dump(exclude_unset=True) for point in points]
 
 
-def timeline_spec(spans: Rows, *, colours: Mapping[str, str], n_sessions: int) -> Chart:
+def timeline(spans: Rows, *, colours: Mapping[str, str], n_sessions: int) -> Chart:
     """One bar a phase, one line a session, on the wall clock in UTC."""
     clock = {"format": "%H:%M:%S", "tickCount": 5, "labelOverlap": True}
     bars = layer(

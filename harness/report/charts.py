@@ -8,14 +8,7 @@ from typing import Any, TypeVar
 
 from harness.plan.arms import BASELINE, CONTROL
 from harness.record.row import Predicted, Sample
-from harness.report.chart_specs import (
-    arm_marks,
-    cliff_spec,
-    paired_spec,
-    sources_spec,
-    timeline_spec,
-    ttft_spec,
-)
+from harness.report import chart_specs as specs
 from harness.verdict.schema import ReconcileFile, RequestEntry, Summary
 from harness.vocabulary import PASS_COLOURS, PHASE_COLOURS, SOURCES, START, STOP, WARMUP, Mark
 
@@ -70,7 +63,7 @@ def arms_of(summary: Summary) -> dict[str, Mark]:
     treatment = summary.compared[1]
     found = {arm: None for content in summary.passes.values() for arm in content.arms}
     first = [arm for arm in (BASELINE, treatment, CONTROL) if arm in found]
-    return arm_marks([*first, *sorted(found.keys() - set(first))], treatment)
+    return specs.arm_marks([*first, *sorted(found.keys() - set(first))], treatment)
 
 
 def thinned(rows: Sequence[Drawn], most: int) -> Sequence[Drawn]:
@@ -129,7 +122,7 @@ def _ttft(summary: Summary, reconciliation: ReconcileFile, most: int) -> Iterato
             _slug("ttft", name), "ttft", name,
             f"TTFT of {len(shown)} requests of {name}, in the order they were sent, by arm; the "
             "same numbers are in the table of requests.",
-            ttft_spec(values, arms=arms, domain=domain), len(shown), n_all,
+            specs.ttft(values, arms=arms, domain=domain), len(shown), n_all,
         )  # fmt: skip
 
 
@@ -183,7 +176,7 @@ def _paired(summary: Summary, most: int) -> Iterator[Figure]:
             _slug("paired", name), "paired", name,
             f"Paired TTFT ratio of {len(shown)} documents in {name}: median and range over "
             f"{len(pairs.blocks)} blocks. All documents: {pairs.ratio:.2f}.",
-            paired_spec(
+            specs.paired(
                 [document.as_json() for document in shown],
                 quotient=f"{base} ÷ {treatment}", domain=domain, threshold=threshold,
             ),
@@ -211,7 +204,7 @@ def _sources(summary: Summary, reconciliation: ReconcileFile, most: int) -> Iter
             _slug("sources", name), "sources", name,
             f"Prompt tokens of {len(shown)} requests of session {name} by source: "
             f"measured above the line, {below}",
-            sources_spec(list(_bars(shown)), seqs=[row.seq for row, _ in shown]),
+            specs.sources(list(_bars(shown)), seqs=[row.seq for row, _ in shown]),
             len(shown), _recorded(reconciliation, session=name) or len(requests),
         )  # fmt: skip
 
@@ -241,7 +234,7 @@ def _cliff(summary: Summary) -> Iterator[Figure]:
         f"Predicted share of {curve.pass_name} that is computed against the size of the GPU tier, "
         f"with the measured points. This plan has {curve.gpu_tokens:,} tokens of GPU tier for a "
         f"working set of {curve.working_set_tokens:,}.",
-        cliff_spec(curve, arms=arms_of(summary)),
+        specs.cliff(curve, arms=arms_of(summary)),
     )  # fmt: skip
 
 
@@ -258,5 +251,5 @@ def _timeline(summary: Summary) -> Iterator[Figure]:
     yield Figure(
         "timeline", "timeline", "sessions",
         f"When the {n_sessions} sessions ran: server start, warm-up, passes, stop.",
-        timeline_spec(spans, colours=colours, n_sessions=n_sessions),
+        specs.timeline(spans, colours=colours, n_sessions=n_sessions),
     )  # fmt: skip

@@ -19,20 +19,13 @@ from harness.plan.requests import Key, PlannedRequests
 from harness.record.folder import RunFolder
 from harness.record.manifest import SessionRecord
 from harness.record.row import Row, Sample
+from harness.verdict import schema
 from harness.verdict.account import Account, PassAccount
 from harness.verdict.cost import Sizes
 from harness.verdict.decision import decide
 from harness.verdict.findings import findings_of
 from harness.verdict.measured import SCHEMA, JsonObject, SessionSummary, Span, Statistics
 from harness.verdict.reconcile import Reconciled, Reconciliation, reconcile
-from harness.verdict.schema import (
-    Decision,
-    NotPredicted,
-    PassResidual,
-    ReconcileFile,
-    RequestEntry,
-    Summary,
-)
 from harness.verdict.stats import summarize
 from harness.verdict.takeaways import takeaways_of
 from harness.verdict.tally import source_class
@@ -48,8 +41,8 @@ MOST_LISTED = 20_000
 class Evidence:
     """Contents of the two published files."""
 
-    summary: Summary
-    reconciliation: ReconcileFile
+    summary: schema.Summary
+    reconciliation: schema.ReconcileFile
 
 
 def publish(folder: RunFolder, *, write: Callable[[Path, Any], None] = write_json) -> Evidence:
@@ -67,7 +60,7 @@ def publish(folder: RunFolder, *, write: Callable[[Path, Any], None] = write_jso
         units=run.plan.units,
         arms=run.plan.order,
     )
-    reconciliation = ReconcileFile(
+    reconciliation = schema.ReconcileFile(
         schema_version=SCHEMA,
         run=folder.name,
         requests_planned=account.planned,
@@ -90,7 +83,7 @@ class Listed:
 
     def __init__(self, n_planned: int, units: Units) -> None:
         self.every = max(1, -(-n_planned // MOST_LISTED))
-        self.entries: list[RequestEntry] = []
+        self.entries: list[schema.RequestEntry] = []
         self._units = units
         self._met = 0
 
@@ -101,7 +94,7 @@ class Listed:
             return
         session, name, doc = key
         self.entries.append(
-            RequestEntry(
+            schema.RequestEntry(
                 session=session,
                 pass_name=name,
                 doc=doc,
@@ -114,10 +107,10 @@ class Listed:
         )
 
 
-def by_pass(passes: Mapping[tuple[str, str], PassAccount]) -> list[PassResidual]:
+def by_pass(passes: Mapping[tuple[str, str], PassAccount]) -> list[schema.PassResidual]:
     """Per session and pass: requests, reconciled ones, and the largest residual of each kind."""
     return [
-        PassResidual(session=session, pass_name=name, **asdict(counted))
+        schema.PassResidual(session=session, pass_name=name, **asdict(counted))
         for (session, name), counted in passes.items()
     ]
 
@@ -131,14 +124,14 @@ def _walked(run: Reconciliation, account: Account, listed: Listed) -> Iterator[R
             yield request.row
 
 
-def _not_predicted(account: Account) -> list[NotPredicted]:
+def _not_predicted(account: Account) -> list[schema.NotPredicted]:
     """Requests without an exact prediction, by the reason for it."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for (session, _), counted in account.passes.items():
         if why := counted.why_not_predicted:
             found[why][session] += counted.requests
     return [
-        NotPredicted(why=why, sessions=list(requests), requests=requests.total())
+        schema.NotPredicted(why=why, sessions=list(requests), requests=requests.total())
         for why, requests in found.items()
     ]
 
@@ -146,9 +139,9 @@ def _not_predicted(account: Account) -> list[NotPredicted]:
 def _summary(
     statistics: Statistics,
     run: Reconciliation,
-    reconciliation: ReconcileFile,
+    reconciliation: schema.ReconcileFile,
     chunk_bytes: int | None,
-) -> Summary:
+) -> schema.Summary:
     plan = run.plan
     environment = {
         **run.manifest.environment,
@@ -184,14 +177,14 @@ def _summary(
 
 def complete(
     statistics: Statistics,
-    decision: Decision,
+    decision: schema.Decision,
     *,
     cliff: Cliff | None,
     plan: JsonObject | None,
     environment: JsonObject,
-) -> Summary:
+) -> schema.Summary:
     """``summary.json``; ``cliff`` and ``plan`` are None for imported rows."""
-    return Summary(
+    return schema.Summary(
         **dict(statistics),
         decision=decision,
         cliff=cliff,

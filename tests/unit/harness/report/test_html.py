@@ -11,10 +11,7 @@ from harness.record.folder import RunFolder
 from harness.record.row import NUMBERS
 from harness.report import charts
 from harness.report import html as report
-from harness.report.chart_specs import (
-    arm_marks,
-    sources_spec,
-)
+from harness.report.chart_specs import arm_marks, sources
 from harness.report.charts import figures, thinned
 from harness.report.html import render_html, render_markdown, write_report
 from harness.verdict.publish import publish
@@ -80,7 +77,7 @@ def test_about_eight_requests_of_a_session_are_labelled_however_many_were_left_o
     seqs = list(range(1, 6001, 16))  # every 16th: none of them is a multiple of the step
     bar = {"where": "p", "source": "computed", "kind": "measured", "tokens": 1, "signed": 1}
     values = [{"seq": seq, **bar} for seq in seqs]
-    spec = sources_spec(values, seqs=seqs)
+    spec = sources(values, seqs=seqs)
     labelled = spec["layer"][0]["encoding"]["x"]["axis"]["values"]
     assert labelled[:2] == [1, 737]
     assert set(labelled) <= set(seqs)

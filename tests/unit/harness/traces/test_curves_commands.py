@@ -15,7 +15,7 @@ import pytest
 from harness.charting import HEIGHT, save
 from harness.cli import COMMANDS, command_line
 from harness.errors import InputError
-from harness.report.chart_specs import sources_spec
+from harness.report import chart_specs
 from harness.traces import plots
 from harness.traces.compile import compile_trace
 from harness.traces.convert import convert_trace
@@ -523,7 +523,7 @@ def test_a_source_has_one_word_and_one_colour_in_the_report_and_in_the_plots(
 ) -> None:
     plot = plots.sources(run_surface(loaded, Serving(), gpu="3"))
     drawn = plot["layer"][0]["encoding"]["color"]["scale"]
-    report = sources_spec([], seqs=[])["layer"][0]["encoding"]["color"]["scale"]
+    report = chart_specs.sources([], seqs=[])["layer"][0]["encoding"]["color"]["scale"]
     assert drawn == report
     assert dict(zip(drawn["domain"], drawn["range"], strict=True)) == {
         "computed": "#8b8f98", "GPU hit": "#2f7fd6", "host-loaded": "#d97706",
