@@ -23,6 +23,10 @@ _MESSAGES = {
     "dict_type": "Input should be a table (in JSON: an object)",
     "model_type": "Input should be a table (in JSON: an object)",
 }
+
+MANIFEST_FILE = "manifest.json"
+"""What makes a folder a run's."""
+
 _BUFFER_BYTES = 2**20  # a million lines of a journal in a third of the time of the default 8 KiB
 
 
@@ -165,7 +169,7 @@ def refuse_evidence(path: Path) -> None:
     """InputError when ``path`` is a file a run folder's results rest on, or no regular file."""
     refuse_irregular(path)
     target = _resolved(path)
-    is_run = (target.parent / "manifest.json").exists()
+    is_run = (target.parent / MANIFEST_FILE).exists()
     if is_run and target.suffix in (".toml", ".jsonl", ".json", ".log"):
         raise InputError(
             f"{path} lies among the files of a run and would take the place of one",

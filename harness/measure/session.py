@@ -15,7 +15,7 @@ from harness.measure.replay import SessionContext, replay
 from harness.measure.settle import Scraper
 from harness.measure.stream import open_client
 from harness.plan.experiment import Experiment, SessionPlan
-from harness.record.folder import RunFolder
+from harness.record.folder import ROWS_FILE, RunFolder
 from harness.record.journal import JournalWriter
 from harness.record.manifest import utc_now
 from harness.record.row import Row
@@ -40,7 +40,7 @@ def run_sessions(
 def write_ttft(folder: RunFolder) -> None:
     """``ttft.jsonl``: the measured rows of all journals, in session order."""
     write_lines(
-        folder.path / "ttft.jsonl",
+        folder.path / ROWS_FILE,
         (row.to_json() for row in folder.rows() if row.phase == "measure"),
     )
 

@@ -20,6 +20,9 @@ from harness.record.versions import JsonObject, plan_as_today
 PLAN_FILE = "plan.toml"
 PREDICTION_FILE = "prediction.jsonl"
 LEDGER_FILE = "processes.jsonl"
+ROWS_FILE = "ttft.jsonl"
+SUMMARY_FILE = "summary.json"
+RECONCILE_FILE = "reconcile.json"
 
 
 @dataclass(frozen=True, slots=True)

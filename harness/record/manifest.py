@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from harness.errors import InputError
-from harness.files import load_json, validated, write_json
+from harness.files import MANIFEST_FILE, load_json, validated, write_json
 from harness.record.row import Version
 from harness.record.versions import JsonObject, current_manifest
 
@@ -123,17 +123,17 @@ class Manifest(_Open):
         return dict(self.model_extra or {})
 
     def write(self, folder: Path) -> None:
-        write_json(folder / "manifest.json", self.model_dump(by_alias=True, exclude_unset=True))
+        write_json(folder / MANIFEST_FILE, self.model_dump(by_alias=True, exclude_unset=True))
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a run of any version; InputError when it is missing or not one."""
-    path = folder / "manifest.json"
+    path = folder / MANIFEST_FILE
     try:
         content: Any = load_json(path.read_bytes(), where=str(path))
     except OSError as error:
         raise InputError(
-            f"{folder} is not a run folder: no readable manifest.json ({error.strerror})"
+            f"{folder} is not a run folder: no readable {MANIFEST_FILE} ({error.strerror})"
         ) from None
     today = current_manifest(content, folder.name, where=str(path))
     manifest = validated(Manifest, today, where=str(path))

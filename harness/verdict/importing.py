@@ -15,7 +15,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from harness.errors import InputError
 from harness.files import load_json, numbered_lines, validated, write_json
 from harness.plan.rule import DecisionSection
-from harness.record.folder import RunFolder, file_digest
+from harness.record.folder import (
+    RECONCILE_FILE,
+    ROWS_FILE,
+    SUMMARY_FILE,
+    RunFolder,
+    file_digest,
+)
 from harness.record.manifest import Manifest, utc_now
 from harness.record.row import SCHEMA as RECORD_SCHEMA
 from harness.record.row import Sample
@@ -114,17 +120,17 @@ def _import(copy: Path, source: Path, results: Path, units: Units) -> Path:
         raise InputError(f"{source} has no row")
     reconciliation = _reconciliation(folder.name, walk)
     folder.create()
-    shutil.copyfile(copy, folder.path / "ttft.jsonl")
+    shutil.copyfile(copy, folder.path / ROWS_FILE)
     Manifest(
         schema_version=RECORD_SCHEMA,
         run=folder.name,
         plan_id=plan_id,
-        sealed={"ttft.jsonl": digest},
+        sealed={ROWS_FILE: digest},
         sessions={},
         **environment,
     ).write(folder.path)
-    write_json(folder.path / "reconcile.json", reconciliation.as_json())
-    write_json(folder.path / "summary.json", summary.as_json())
+    write_json(folder.path / RECONCILE_FILE, reconciliation.as_json())
+    write_json(folder.path / SUMMARY_FILE, summary.as_json())
     return folder.path
 
 

@@ -16,7 +16,7 @@ from harness.forecast.cliff import Cliff, CliffPoint, cliff_of, gpu_tokens, work
 from harness.plan.arms import CONTROL
 from harness.plan.plan import Plan
 from harness.plan.requests import Key, PlannedRequests
-from harness.record.folder import RunFolder
+from harness.record.folder import RECONCILE_FILE, SUMMARY_FILE, RunFolder
 from harness.record.manifest import SessionRecord
 from harness.record.row import Row, Sample
 from harness.verdict import schema
@@ -73,8 +73,8 @@ def publish(folder: RunFolder, *, write: Callable[[Path, Any], None] = write_jso
         not_predicted=_not_predicted(account),
     )
     summary = _summary(statistics, run, reconciliation, account.chunk_bytes)
-    write(folder.path / "reconcile.json", reconciliation.as_json())
-    write(folder.path / "summary.json", summary.as_json())
+    write(folder.path / RECONCILE_FILE, reconciliation.as_json())
+    write(folder.path / SUMMARY_FILE, summary.as_json())
     return Evidence(summary, reconciliation)
 
 

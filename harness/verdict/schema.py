@@ -15,6 +15,7 @@ from harness.errors import InputError
 from harness.files import load_json, validated
 from harness.forecast.cliff import Cliff
 from harness.plan.rule import DecisionSection
+from harness.record.folder import RECONCILE_FILE, ROWS_FILE, SUMMARY_FILE
 from harness.record.row import Predicted, Sample
 from harness.record.versions import check_version
 from harness.verdict.measured import SCHEMA, JsonObject, RatioRange, Result, Statistics
@@ -171,7 +172,7 @@ def read_published(run: Path) -> tuple[Summary, ReconcileFile]:
     """``summary.json`` and ``reconcile.json`` of a run folder; InputError says how to make them."""
     if not run.is_dir():
         raise InputError(f"{run} is not a run folder")
-    return _read(run, "summary.json", Summary), _read(run, "reconcile.json", ReconcileFile)
+    return _read(run, SUMMARY_FILE, Summary), _read(run, RECONCILE_FILE, ReconcileFile)
 
 
 def _read(run: Path, name: str, shape: type[File]) -> File:
@@ -182,7 +183,7 @@ def _read(run: Path, name: str, shape: type[File]) -> File:
         raise InputError(
             f"cannot read {path}: {error.strerror}", hint=f"{again} makes it"
         ) from None
-    again += f"; of an imported run: kvcliff import {run}/ttft.jsonl"
+    again += f"; of an imported run: kvcliff import {run}/{ROWS_FILE}"
     # Before anything else in the file is looked at: another version may mean anything by it.
     version = content.get("schema") if isinstance(content, dict) else None
     check_version(version, newest=SCHEMA, where=str(path))
