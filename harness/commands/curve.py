@@ -31,7 +31,7 @@ class CurveArguments:
         list[float] | None, typer.Option(help="Capacity for this share of the ideal hits.")
     ] = None
     policy: Annotated[
-        list[str] | None, typer.Option(help="Replay fifo, lru, mru, lfu, arc or belady too.")
+        list[str] | None, typer.Option(help="Replay vllm, fifo, lru, mru, lfu, arc or belady too.")
     ] = None
     bands: Annotated[bool, typer.Option("--bands", help="Bands where only bands are honest.")] = (
         False

@@ -12,8 +12,9 @@ from sim.curves import bands, turns
 from sim.curves.capacity import spaced
 from sim.curves.concurrent import concurrent_curve, events_of, read_lifetimes
 from sim.curves.policies import POLICY_NAMES, count_hits
+from sim.curves.pool import pool_hits
 from sim.curves.sources import csv_numbers
-from sim.curves.stack import Curve
+from sim.curves.stack import Curve, first_counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +75,31 @@ def run_curve(
     points = [_point(loaded, found, blocks) for blocks in capacities]
     if with_bands:
         _add_bands(loaded, found, how, points)
-    _add_policies(loaded, points, policies)
+    _add_policies(loaded, how, points, policies)
     content = {
         **_curve_json(loaded, found),
         "exact_from_blocks": exact_from,
         "points": points,
         "targets": wanted,
-        "assumptions": [*loaded.assumptions, *_curve_assumptions(loaded, how, exact_from)],
+        "assumptions": [
+            *loaded.assumptions,
+            *_curve_assumptions(loaded, how, exact_from, policies),
+        ],
         "warnings": [*loaded.warnings, *gpu_too_small(loaded, capacities)],
     }
     return CurveRun(loaded, found, content)
 
 
+VLLM = "vllm"
+"""The policy that is vLLM's own pool, partial blocks and second copies included."""
+
+
 def _check_policies(policies: Sequence[str]) -> None:
     """Before a long trace is replayed in vain."""
+    known = (VLLM, *POLICY_NAMES)
     for policy in policies:
-        if policy not in POLICY_NAMES:
-            raise InputError(f"policy {policy!r} is not known; known: {', '.join(POLICY_NAMES)}")
+        if policy not in known:
+            raise InputError(f"policy {policy!r} is not known; known: {', '.join(known)}")
 
 
 def _curve_json(loaded: Loaded, found: Curve) -> dict[str, Any]:
@@ -141,16 +150,26 @@ def _add_bands(loaded: Loaded, found: Curve, how: Serving, points: list[dict[str
             point[f"{name}_hit_blocks"] = [*band]
 
 
-def _add_policies(loaded: Loaded, points: list[dict[str, Any]], policies: Sequence[str]) -> None:
+def _add_policies(
+    loaded: Loaded, how: Serving, points: list[dict[str, Any]], policies: Sequence[str]
+) -> None:
     if not policies:
         return
-    paths = [loaded.tree.ids_of(r).tolist() for r in loaded.order.tolist()]
+    plain = [policy for policy in policies if policy != VLLM]
+    order = loaded.order
+    paths = [loaded.tree.ids_of(r).tolist() for r in order.tolist()] if plain else []
     for point in points:
         capacity = point["gpu_blocks"]
-        point["policies"] = {policy: count_hits(paths, capacity, policy) for policy in policies}
+        point["policies"] = {policy: count_hits(paths, capacity, policy) for policy in plain}
+        if VLLM in policies:
+            found = pool_hits(loaded.tree, capacity, order=order, decode=how.decode)
+            counted = found[first_counted(len(order), how.warm_up) :]
+            point["policies"][VLLM] = int(counted.sum())
 
 
-def _curve_assumptions(loaded: Loaded, how: Serving, exact_from: int | None) -> list[str]:
+def _curve_assumptions(
+    loaded: Loaded, how: Serving, exact_from: int | None, policies: Sequence[str]
+) -> list[str]:
     order = "first block first, as LMCache's own cache simulator" if how.forward else (
         "last block first, as vLLM 0.32 frees them"
     )  # fmt: skip
@@ -160,6 +179,11 @@ def _curve_assumptions(loaded: Loaded, how: Serving, exact_from: int | None) -> 
     ]
     if how.decode:
         said.append("full blocks of generated tokens take room and are never asked for again")
+    if VLLM in policies:
+        said.append(
+            "vllm: its own pool, replayed: the last prompt token always computed, partial blocks and "
+            "second copies in their places; a request that does not fit is not served"
+        )
     if exact_from is not None:
         said.append(f"overlapping requests as given; exact from {exact_from} blocks on, the most "
                     "held at one time")  # fmt: skip

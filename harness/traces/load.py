@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import InputError
+from harness.record.folder import PLAN_FILE, RunFolder
 from sim.curves import compiled, turns
 from sim.curves.capacity import Ruler
+from sim.curves.formats import JOURNAL
 from sim.curves.readers import read_trace
 from sim.curves.sources import expected_bytes
 from sim.curves.trace import Ints, Requests
@@ -93,6 +95,7 @@ def load(
         "requests are served one after the other by arrival, those of one nanosecond in the "
         f"trace's order{spread}",
         *_of_turns(requests),
+        *_of_journal(requests, Path(path)),
     )
     return Loaded(tree, order, ruler, assumptions, _warnings(tree), starts_known)
 
@@ -103,6 +106,18 @@ def _of_turns(requests: Requests) -> Iterator[str]:
             "a turn's prompt is all that its session held before, answers included; an answer takes "
             "no time, and no blocks until a prompt repeats it: a GPU tier that still has its blocks "
             f"finds up to {turns.found_again(requests):,} more"
+        )
+
+
+def _of_journal(requests: Requests, file: Path) -> Iterator[str]:
+    if requests.source != JOURNAL:
+        return
+    if _asked_again(file):
+        yield "each document is asked the same question in every pass, as the plan beside it says"
+    else:
+        yield (
+            "a question is new unless a later document includes it: of prompts repeated whole, only "
+            "the plan in the journal's own folder knows"
         )
 
 
@@ -131,11 +146,19 @@ def read_tree(path: str, options: TraceOptions, progress: Progress | None) -> Pr
         path,
         block_tokens=options.block_tokens,
         deltas=options.deltas,
+        asked_again=_asked_again(file),
         progress=told,
     )
     if options.full_blocks:
         trace = trace.without_partial_blocks()
     return build_tree(trace)
+
+
+def _asked_again(file: Path) -> bool:
+    """Whether ``file`` is a journal in its run folder, whose plan asks the same questions again."""
+    folder = RunFolder(file.parent)
+    is_run = all((folder.path / name).is_file() for name in (PLAN_FILE, "manifest.json"))
+    return is_run and folder.read_plan().workload.questions == "repeated"
 
 
 def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:

@@ -49,7 +49,6 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Format:
     """``name``; the fields that give it away; the field of the ids; and its row reader.
-
     ``may_be_turns``: AIPerf takes such rows for turns of a conversation where they name one.
     """
 
@@ -156,34 +155,48 @@ def _bytes_of(row: dict[str, Any], chunk_tokens: int, where: str) -> float | Non
     return sum(n * (size or 0) for n, size in zip(numbers, sizes, strict=True)) / chunk_tokens
 
 
-def _journal(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
-    """A kvcliff journal: documents share nothing, each question is asked once.
+class _Journal:
+    """A kvcliff journal: documents share nothing, and each server's blocks are nobody else's.
 
-    Every session is a server of its own, so its blocks are nobody else's.
+    A block is named by what its last token belongs to: the document, or the question of a pass. A
+    question that a later ``doc_tokens`` includes has become part of its document and keeps its
+    name. ``asked_again``: each document is asked one question, every time.
     """
-    if block is None:
-        raise TraceError(f"{where}: a journal does not say the block size: give --block-tokens")
-    document, name = whole(row, "doc", where), str(row["pass"])
-    prompt = count(row, "prompt_tokens", where)
-    if not count(row, "doc_tokens", where) <= prompt <= MOST_PROMPT_TOKENS:
-        raise TraceError(
-            f"{where}: fields 'doc_tokens' and 'prompt_tokens' are {row['doc_tokens']} and "
-            f"{prompt}; a document is no longer than its prompt, a prompt than "
-            f"{MOST_PROMPT_TOKENS:,}"
+
+    def __init__(self, *, asked_again: bool = False) -> None:
+        self._asked_again = asked_again
+        self._asked: dict[tuple[str, str, int], dict[str, tuple[int, int]]] = {}
+
+    def __call__(self, row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+        if block is None:
+            raise TraceError(f"{where}: a journal does not say the block size: give --block-tokens")
+        document, session = whole(row, "doc", where), str(row["session"])
+        prompt = count(row, "prompt_tokens", where)
+        own = count(row, "doc_tokens", where)
+        if not own <= prompt <= MOST_PROMPT_TOKENS:
+            raise TraceError(
+                f"{where}: fields 'doc_tokens' and 'prompt_tokens' are {own} and {prompt}; a document "
+                f"is no longer than its prompt, a prompt than {MOST_PROMPT_TOKENS:,}"
+            )
+        kind = "warmup" if row.get("phase") == "warmup" else "measure"
+        asked = self._asked.setdefault((session, kind, document), {})
+        name = "again" if self._asked_again else str(row["pass"])
+        asked[name] = own, prompt
+        parts = {n: span for n, span in asked.items() if n == name or span[1] <= own}
+
+        def part_of(token: int) -> str:
+            return next((f"{n} " for n, (a, b) in parts.items() if a <= token < b), "")
+
+        ends = range(block, prompt + 1, block)
+        yield Row(
+            where,
+            [f"{part_of(end - 1)}{kind}/{document}/{end}" for end in ends],
+            count(row, "sent_unix_ns", where),
+            block,
+            prompt,
+            count(row, "output_tokens", where, default=0),
+            scope=session,
         )
-    shared = row["doc_tokens"] // block
-    kind = "warmup" if row.get("phase") == "warmup" else "measure"
-    ids = [f"{kind}/{document}/{i}" for i in range(shared)]
-    ids += [f"{name}/{document}/question/{i}" for i in range(shared, prompt // block)]
-    yield Row(
-        where,
-        ids,
-        count(row, "sent_unix_ns", where),
-        block,
-        prompt,
-        count(row, "output_tokens", where, default=0),
-        scope=str(row["session"]),
-    )
 
 
 def _weka(session: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
@@ -227,9 +240,17 @@ def _weka_requests(
         )
 
 
+JOURNAL = "kvcliff journal"
+
+
+def journal_format(*, asked_again: bool = False) -> Format:
+    """A reader for one trace: what a row means depends on those before it (see ``_Journal``)."""
+    needs = frozenset({"session", "pass", "doc", "doc_tokens", "prompt_tokens"})
+    return Format(JOURNAL, needs, "doc", _Journal(asked_again=asked_again))
+
+
 FORMATS = (
-    Format("kvcliff journal", frozenset({"session", "pass", "doc", "doc_tokens", "prompt_tokens"}),
-           "doc", _journal),
+    journal_format(),
     Format("WEKA agentic JSON", frozenset({"id", "block_size", "requests"}), "hash_ids", _weka),
     Format("LMCache lookup-hash JSONL", frozenset({"chunk_hashes", "chunk_size", "seq_len"}),
            "chunk_hashes", _lmcache),

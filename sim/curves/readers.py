@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sim.curves import turns
-from sim.curves.formats import Format, Row, check_prompt, format_of
+from sim.curves.formats import JOURNAL, Format, Row, check_prompt, format_of, journal_format
 from sim.curves.ingest import ArrayScanner, load_json
 from sim.curves.sources import STDIN, expected_bytes, sources
 from sim.curves.trace import (
@@ -38,6 +38,7 @@ def read_trace(
     *,
     block_tokens: int | None = None,
     deltas: bool | None = None,
+    asked_again: bool = False,
     compiled: bool | None = None,
     progress: Progress | None = None,
     files: Sequence[tuple[str, bytes]] | None = None,
@@ -45,7 +46,8 @@ def read_trace(
     """Read the trace at ``path`` (see ``sources``): every request, in the order of the files.
 
     ``block_tokens`` overrides the block size where the format does not carry one. ``deltas`` says
-    whether Mooncake rows of a session are turns of it (``turns``); None refuses them. ``progress`` is
+    whether Mooncake rows of a session are turns of it (``turns``); None refuses them. ``asked_again``: in a journal
+    of ours each document has one question, which comes again in every pass. ``progress`` is
     told the bytes read so far and the file's name. ``files``: what ``sources`` gives, where that is
     in memory already. Raises TraceError with file, line and field.
     """
@@ -55,10 +57,10 @@ def read_trace(
         files = list(sources(path))
     scanner = ArrayScanner("hash_ids", compiled=compiled, expected_bytes=expected_bytes(path) or 0)
     try:
-        got = _Collected(False, deltas, scanner)
+        got = _Collected(False, deltas, asked_again, scanner)
         return _read(files or sources(path), got, block_tokens, progress)
     except _NamesNeededError:
-        got = _Collected(True, deltas, scanner)
+        got = _Collected(True, deltas, asked_again, scanner)
         return _read(files or sources(path), got, block_tokens, progress)
 
 
@@ -94,6 +96,7 @@ class _Collected:
 
     named: bool
     deltas: bool | None
+    asked_again: bool
     scanner: ArrayScanner
     ids: _GrowingIds = field(default_factory=_GrowingIds)
     counts: list[IdArray] = field(default_factory=list)
@@ -164,6 +167,8 @@ def _rows(got: _Collected, name: str, text: bytes, line: int, block: int | None)
             got.format = (
                 format_of(content, where) if not got.deltas else turns.format_of(content, where)
             )
+            if got.format.name == JOURNAL:
+                got.format = journal_format(asked_again=got.asked_again)
         if not isinstance(content, dict) or not got.format.needs <= content.keys():
             missing = sorted(got.format.needs - set(content if isinstance(content, dict) else ()))
             raise TraceError(f"{where}: not {got.format.name} as the rest of the trace: "

@@ -169,6 +169,29 @@ def test_a_journal_of_ours_is_a_trace_whose_questions_are_asked_once(tmp_path: P
     assert first[2] != second[2]
 
 
+def test_a_question_that_a_later_document_includes_keeps_its_name(tmp_path: Path) -> None:
+    # 64 tokens, then questions of 32: the second prompt includes the first question, in block 3.
+    first = JOURNAL | {"doc_tokens": 64, "prompt_tokens": 96}
+    second = first | {
+        "pass": "pass2-replay", "doc_tokens": 96, "prompt_tokens": 128, "sent_unix_ns": 6 * 10**9
+    }  # fmt: skip
+    third = second | {
+        "pass": "pass3-replay", "doc_tokens": 128, "prompt_tokens": 160, "sent_unix_ns": 7 * 10**9
+    }  # fmt: skip
+    trace = read_trace(write(tmp_path / "j.jsonl", first, second, third), block_tokens=32)
+    one, two, three = paths(trace)
+    assert two[:3] == one
+    assert three[:4] == two
+    assert len(three) == 5
+
+
+def test_a_question_asked_again_is_the_same_where_that_is_said(tmp_path: Path) -> None:
+    again = JOURNAL | {"pass": "pass2-replay", "sent_unix_ns": 6_000_000_000}
+    file = write(tmp_path / "j.jsonl", JOURNAL, again)
+    first, second = paths(read_trace(file, block_tokens=32, asked_again=True))
+    assert first == second
+
+
 def test_a_journal_needs_a_block_size(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"does not say the block size: give --block-tokens"):
         read_trace(write(tmp_path / "j.jsonl", JOURNAL))
