@@ -27,8 +27,8 @@ test: setup ## set-up, then lint, format check, types and every test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest --numprocesses 2 -m "not live and not alone"
-	$(BIN)/pytest -m "live or alone"
+	$(BIN)/pytest --numprocesses 2 -m "not alone"
+	$(BIN)/pytest -m alone
 
 versions: setup ## compare the simulator with several vLLM versions; writes results/versions.json
 	@$(BIN)/python scripts/versions.py

@@ -20,7 +20,7 @@ from servers.tiers.registry import SERVED
 from servers.tinymodel import write_tiny_model
 from sim.tiers.settings import TierKind
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(400), pytest.mark.alone]
 
 # Three documents of 512 tokens (16 blocks, 2 chunks); 33 usable blocks hold two prompts less a block.
 PLAN = """

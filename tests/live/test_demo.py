@@ -12,7 +12,7 @@ from harness.record.journal import read_journal
 from harness.record.row import Row
 from servers.processes import leftovers
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600), pytest.mark.alone]
 
 # Four documents of 768 tokens (24 blocks, 3 chunks) and 20 of question. A request holds 25 blocks,
 # one of them un-hashed. 58 usable blocks are two documents (48), that un-hashed block, and 9 blocks

@@ -10,7 +10,7 @@ import pytest
 
 from servers.tinymodel import CONFIG
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.alone]
 
 PLAN = """
 schema = 1

@@ -21,7 +21,7 @@ from servers.processes import Identity, is_alive
 from servers.tiers.base import HostTier
 from servers.tinymodel import VOCAB_SIZE, write_tiny_model
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(240), pytest.mark.alone]
 
 DOC_TOKENS, QUESTION_TOKENS = 1024, 20
 # 4 chunks a document of 3 MiB each; 52 usable blocks hold one document and a part of another.

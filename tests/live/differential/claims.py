@@ -10,7 +10,7 @@ import pytest
 
 from sim.tiers.gpu_pool import GpuPool
 from sim.tiers.native import NativeChunks
-from tests.live.differential.compare import Tally, caught
+from tests.live.differential.compare import Tally, caught, difference
 from tests.live.differential.engines import vllm_core, vllm_scheduling
 from tests.live.differential.parts import PARTS, seconds_in_tests
 from tests.live.differential.workloads import Case
@@ -55,6 +55,12 @@ def share_caught_by(name: str, n_workloads: int, spoil: Any = lambda case: case)
     part = PARTS[name]
     seeds = caught(islice(part.cases(), n_workloads), part.driver, spoil)
     return len(seeds) / n_workloads
+
+
+def is_caught(name: str, *, within: int) -> bool:
+    """Whether ``sim``, as it stands now, differs from the engine on one of the first workloads."""
+    part = PARTS[name]
+    return any(difference(case, part.driver) for case in islice(part.cases(), within))
 
 
 def with_tiers(case: Case, **changes: Any) -> Case:
