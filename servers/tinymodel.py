@@ -45,6 +45,11 @@ CONFIG: Final[dict[str, Any]] = {
 }
 
 
+def tiny_shape() -> bytes:
+    """The small one's config.json."""
+    return _json(CONFIG)
+
+
 def write_tiny_model(folder: Path) -> Path:
     """The model's own folder below ``folder``, written if it is not there yet.
 
@@ -56,7 +61,7 @@ def write_tiny_model(folder: Path) -> Path:
     def write(draft: Path) -> None:
         from servers.tinyweights import save_weights  # numpy, for the one time it is written
 
-        _write_shape(draft, _json(CONFIG), VOCAB_SIZE, CONFIG["max_position_embeddings"])
+        _write_shape(draft, tiny_shape(), VOCAB_SIZE, CONFIG["max_position_embeddings"])
         save_weights(draft / "model.safetensors", CONFIG, seed=WEIGHT_SEED, std=WEIGHT_STD)
 
     return _appear(folder / f"tiny-qwen3-{recipe_version()}", write)

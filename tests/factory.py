@@ -187,7 +187,7 @@ def find(run: Reconciliation) -> list[Finding]:
 
 def manifest_of(sessions: dict[str, Any]) -> Manifest:
     """A manifest with these sessions, as the file has them."""
-    content = {"schema": SCHEMA, "run": "run", "plan_id": "two-docs-1", "sealed": {}}
+    content = {"schema": SCHEMA, "run": "run", "plan_id": "two-docs-1", "sealed": {}, "shape": None}
     return Manifest.model_validate({**content, "sessions": sessions})
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.plan.files import parse_plan
+from harness.plan.plan import plan_id_of
 from harness.plan.requests import PlannedRequests
 from harness.record.row import SCHEMA
+from servers.tinymodel import tiny_shape
 from tests.factory import PLAN_TOML, make_prediction, make_record, make_row
 
 Ttft = Callable[[int, str, str, int], float]
@@ -38,9 +40,12 @@ def write_run(
     (folder / "plan.toml").write_text(toml, encoding="utf-8")
     sessions: dict[str, list[dict[str, Any]]] = {}
     predictions = []
-    for session, pass_name, doc in PlannedRequests(parse_plan(toml.encode(), where="plan.toml")):
+    plan = parse_plan(toml.encode(), where="plan.toml")
+    plan_id = plan_id_of(plan, tiny_shape())
+    run = f"{name.partition('-')[0]}-{plan_id}"
+    for session, pass_name, doc in PlannedRequests(plan):
         rows = sessions.setdefault(session, [])
-        record = _record(name, session, pass_name, doc, seq=len(rows) + 1, ttft=ttft)
+        record = _record(run, session, pass_name, doc, seq=len(rows) + 1, ttft=ttft)
         record = _following(rows[-1] if rows else None, record)
         rows.append(record)
         predictions.append(make_prediction(make_row(**record)).to_json() + "\n")
@@ -49,7 +54,8 @@ def write_run(
         (folder / f"journal-{session}.jsonl").write_text(text, encoding="utf-8")
     (folder / "prediction.jsonl").write_text("".join(predictions), encoding="utf-8")
     manifest = {
-        "schema": SCHEMA, "run": name, "created": "2026-01-01T00:00:00+00:00", "plan_id": "two-docs-1",
+        "schema": SCHEMA, "run": run, "created": "2026-01-01T00:00:00+00:00", "plan_id": plan_id,
+        "shape": tiny_shape().decode(),
         "kvcliff": "0.1.0", "cpu": "a CPU", "cores": 2, "gpus": None,
         "sessions": {session: _server(session) for session in sessions},
     }  # fmt: skip

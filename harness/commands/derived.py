@@ -19,11 +19,19 @@ def publish_again(folder: "RunFolder") -> "Evidence":
 
 
 def refresh(run: Path) -> None:
-    """``publish_again``, except of an imported run: it has no plan, its files are as imported."""
-    from harness.record.folder import PLAN_FILE, RunFolder
+    """Make both files anew, of an imported run from its copy of what was imported.
 
-    if (run / PLAN_FILE).exists():
-        publish_again(RunFolder(run))
+    InputError where they cannot be written and those that are there say something else.
+    """
+    from harness.record.folder import RunFolder
+    from harness.verdict.importing import publish_imported
+    from harness.verdict.publish import publish
+
+    folder = RunFolder(run)
+    if folder.read_manifest().imported_from is None:
+        publish(folder, write=_write_or_hold)
+    else:
+        publish_imported(folder, write=_write_or_hold)
 
 
 def show_summary(folder: "RunFolder", *, as_json: bool = False) -> bool:
@@ -40,7 +48,7 @@ def show_summary(folder: "RunFolder", *, as_json: bool = False) -> bool:
     return has_failed(evidence.reconciliation.findings)
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(path: Path, content: Any) -> bool:
     """Write a derived file; a run on read-only storage can be read all the same, and says so."""
     from harness.files import write_json
 
@@ -50,3 +58,19 @@ def _write(path: Path, content: Any) -> None:
         if error.errno not in (errno.EROFS, errno.EACCES):
             raise
         console.say(f"not written: {path}: {error.strerror}")
+        return False
+    return True
+
+
+def _write_or_hold(path: Path, content: Any) -> None:
+    """``_write``, or InputError for a file that says something else and stays."""
+    from harness.errors import InputError
+    from harness.files import load_json
+
+    if _write(path, content):
+        return
+    if not path.is_file() or load_json(path.read_bytes(), where=str(path)) != content:
+        raise InputError(
+            f"{path} is not what its run says, and cannot be written anew",
+            hint="copy the run folder to where it can be written",
+        )

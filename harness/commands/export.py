@@ -22,5 +22,8 @@ def export(
 
     if not out.is_dir():
         refuse_evidence(out)
-    for path in export_rows(run, form, out):
+    notes: list[str] = []
+    for path in export_rows(run, form, out, notes):
         console.show_text(str(path))
+    for note in notes:
+        console.say(note)

@@ -9,8 +9,11 @@ def latency(run: RunPath, as_json: AsJson = False) -> None:
     from harness.report.tables import show_latency
     from harness.verdict.latency import check_folder
 
-    check = check_folder(run)
+    notes: list[str] = []
+    check = check_folder(run, notes)
     if as_json:
         console.show_json(check.as_json())
     else:
         show_latency(check)
+    for note in notes:
+        console.say(note)

@@ -88,9 +88,8 @@ def _resumed(path: Path, cache: Path) -> "tuple[RunFolder, Experiment]":
     from harness.record.folder import RunFolder
 
     folder = RunFolder(path)
-    folder.check_seals()
-    manifest = folder.read_manifest()
     experiment = resolve(folder.read_plan(), cache_dir=cache)
+    manifest = folder.read_manifest()
     if experiment.plan_id != manifest.plan_id:
         raise InputError(
             f"{path} was begun as {manifest.plan_id}, on this machine its plan is "

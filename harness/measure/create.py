@@ -6,9 +6,10 @@ from pathlib import Path
 from harness.files import write_atomically, write_lines
 from harness.machine.facts import machine_facts
 from harness.plan.experiment import Experiment, SessionPlan
-from harness.record.folder import PLAN_FILE, PREDICTION_FILE, RunFolder, file_digest
+from harness.record.folder import PLAN_FILE, PREDICTION_FILE, RunFolder
 from harness.record.manifest import Manifest, utc_now
 from harness.record.row import SCHEMA, PredictedRow
+from harness.record.seals import file_digest
 from sim.predict import NotPredictable, Prediction
 
 
@@ -27,6 +28,7 @@ def create_run(experiment: Experiment, results: Path) -> RunFolder:
         run=folder.name,
         plan_id=experiment.plan_id,
         sealed=sealed,
+        shape=experiment.model.identity.decode(),
         sessions={},
         **{"created": utc_now(), **facts},
     ).write(folder.path)

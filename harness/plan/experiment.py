@@ -1,15 +1,20 @@
 """A plan with everything decided that it leaves to the machine, and what is predicted for it."""
 
-import hashlib
 import importlib.metadata
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import InputError, MachineError
 from harness.plan import models
 from harness.plan.arms import BASELINE, CONTROL
-from harness.plan.plan import Plan, Weights, documents_of, session_name, whole_workload
+from harness.plan.plan import (
+    Plan,
+    Weights,
+    documents_of,
+    plan_id_of,
+    session_name,
+    whole_workload,
+)
 from servers.arms import SUPPORTED, Arm, Build, ServerSpec
 from servers.tiers.base import HostTier
 from servers.tiers.registry import SERVED
@@ -106,7 +111,7 @@ def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
     arms = arms_of(resolved, model.serve)
     sessions = tuple(SessionPlan(i, arms[name]) for i, name in enumerate(plan.order, start=1))
     workload = whole_workload(resolved)
-    plan_id = _plan_id(resolved, model.identity)
+    plan_id = plan_id_of(resolved, model.identity)
     return Experiment(resolved, plan_id, arms, sessions, workload, geometry, model)
 
 
@@ -227,24 +232,6 @@ def _arm(plan: Plan, name: str, server: ServerSpec) -> Arm:
         flags=asked.flags,
         connector=asked.connector,
     )
-
-
-def _plan_id(plan: Plan, model_config: bytes) -> str:
-    """Name and content hash: runs with equal ids asked the same of the same build and model shape.
-
-    The model counts by its config.json and by whose weights it has, not by where it lies; what only
-    waits or judges does not.
-    """
-    content = plan.model_dump(
-        mode="json",
-        by_alias=True,
-        exclude={"name": True, "deadlines": True, "model": {"path"}},
-        exclude_defaults=True,
-    )
-    if not content.get("model"):
-        content.pop("model", None)  # as in plans from before there was a choice of weights
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode() + model_config)
-    return f"{plan.name}-{digest.hexdigest()[:8]}"
 
 
 def _requests_of(plan: Plan, arm: str, workload: Workload) -> Workload:

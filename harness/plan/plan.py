@@ -1,5 +1,7 @@
 """The plan: what is compared, on which workload, in which order, as its file says it."""
 
+import hashlib
+import json
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -223,6 +225,24 @@ def documents_of(plan: Plan, arm: str) -> int:
     """How many documents, the first ones, a session of an arm asks for in every pass."""
     limit = plan.control.documents if arm == CONTROL and plan.control else None
     return plan.workload.documents if limit is None else limit
+
+
+def plan_id_of(plan: Plan, shape: bytes) -> str:
+    """Name and content hash: runs with equal ids asked the same of the same build and model shape.
+
+    ``shape``: the model's config.json. The model counts by it and by whose weights it has, not by
+    where it lies; what only waits or judges does not.
+    """
+    content = plan.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude={"name": True, "deadlines": True, "model": {"path"}},
+        exclude_defaults=True,
+    )
+    if not content.get("model"):
+        content.pop("model", None)  # as in plans from before there was a choice of weights
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode() + shape)
+    return f"{plan.name}-{digest.hexdigest()[:8]}"
 
 
 def session_name(order: int, arm: str) -> str:

@@ -1,7 +1,6 @@
 """The run folder: where the files of one run are, and its manifest."""
 
 import fcntl
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from harness.plan.plan import Plan
 from harness.record.journal import walk_journal
 from harness.record.manifest import Manifest, SessionRecord, read_manifest
 from harness.record.row import Row
+from harness.record.seals import Seals, check_sealed, unproven
 from harness.record.versions import JsonObject, plan_as_today
 
 PLAN_FILE = "plan.toml"
@@ -68,15 +68,15 @@ class RunFolder:
         """Every row of every journal, in session order, one at a time.
 
         Torn last lines are said in ``notes``. Raises InputError for a row of another run or another
-        session than its file's.
+        session than its file's, and as ``check_seals``.
         """
-        run = self.read_manifest().run
+        seals = self.check_seals()
         for path in self.journals():
-            yield from _rows_of(path, run, notes)
+            yield from _rows_of(path, seals, notes)
 
     def session_rows(self, session: str, notes: list[str] | None = None) -> list[Row]:
         """The rows of one session's journal, as ``rows``."""
-        return list(_rows_of(self.journal(session), self.read_manifest().run, notes))
+        return list(_rows_of(self.journal(session), self.check_seals(), notes))
 
     def is_being_measured(self) -> bool:
         """Whether a writer holds the run's lock; never where the plan is gone."""
@@ -86,23 +86,20 @@ class RunFolder:
         except FileNotFoundError:
             return False
 
-    def refuse_imported(self) -> None:
-        """InputError for a run made by ``kvcliff import``: it has no plan and no journals."""
-        if self.read_manifest().imported_from is not None:
+    def check_seals(self) -> Seals:
+        """What a row must agree with; InputError when plan or predictions are not the run's own.
+
+        Whoever reads the plan or rows comes through here. An imported run has neither, and is
+        refused.
+        """
+        manifest = self.read_manifest()
+        if manifest.imported_from is not None:
             raise InputError(
                 f"{self.path} was imported: it has measurements, but no plan and no journals",
                 hint="kvcliff report shows what it has",
             )
-
-    def check_seals(self) -> None:
-        """InputError when the plan or the predictions are not those the run began with."""
-        for name, digest in self.read_manifest().sealed.items():
-            if file_digest(self.path / name) != digest:
-                raise InputError(
-                    f"{self.path / name} was changed after the run began: what was measured no "
-                    "longer answers it",
-                    hint="restore the file, or start a new run",
-                )
+        check_sealed(self.path, manifest, (PLAN_FILE, PREDICTION_FILE))
+        return Seals(manifest.run, unproven(manifest, self._plan(), where=self.path))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -122,7 +119,11 @@ class RunFolder:
         return read_manifest(self.path)
 
     def read_plan(self) -> Plan:
-        """The plan that was measured; InputError when it cannot be read."""
+        """The plan that was measured; InputError when it cannot be read, or as ``check_seals``."""
+        self.check_seals()
+        return self._plan()
+
+    def _plan(self) -> Plan:
         return read_plan(self.path / PLAN_FILE, migrate=plan_as_today)
 
     def note_session(self, session: str, facts: JsonObject) -> None:
@@ -130,15 +131,6 @@ class RunFolder:
         known = manifest.sessions[session].as_json() if session in manifest.sessions else {}
         manifest.sessions[session] = SessionRecord.model_validate({**known, **facts})
         manifest.write(self.path)
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes in hex; InputError when it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _locks(file: BinaryIO, how: int) -> bool:
@@ -150,13 +142,7 @@ def _locks(file: BinaryIO, how: int) -> bool:
     return True
 
 
-def _rows_of(path: Path, run: str, notes: list[str] | None) -> Iterator[Row]:
-    session = path.stem.removeprefix("journal-")
+def _rows_of(path: Path, seals: Seals, notes: list[str] | None) -> Iterator[Row]:
     for row in walk_journal(path, notes if notes is not None else []):
-        if (row.run, row.session) != (run, session):
-            raise InputError(
-                f"{path}: row {row.seq} belongs to session {row.session!r} of run {row.run!r}, "
-                f"this is the journal of {session!r} of {run!r}",
-                hint="keep only the journals this run wrote",
-            )
+        seals.check_row(row, path)
         yield row

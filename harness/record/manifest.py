@@ -95,19 +95,25 @@ class SessionRecord(_Open):
 
 
 class MachineRecord(_Open):
-    """What was measured on; null or absent: not known."""
+    """What was measured on; null or absent: not known.
+
+    ``block_size``, ``chunk_tokens``: what an import assumed.
+    """
 
     created: Time | None = None
     kvcliff: str | None = None
     cpu: str | None = None
     cores: int | None = None
     gpus: list[str] | None = None
+    block_size: Annotated[int, Field(ge=1)] | None = None
+    chunk_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class Manifest(_Open):
     """The file; further fields are a ``MachineRecord``.
 
     ``sealed``: SHA-256 of the files written before the first measurement and never changed since.
+    ``shape``: the model's config.json, for the plan's id; null in runs that did not keep it.
     ``imported_from``: name of the file that ``kvcliff import`` read; there are no journals then.
     """
 
@@ -115,8 +121,14 @@ class Manifest(_Open):
     run: str
     plan_id: str
     sealed: dict[str, str]
+    shape: str | None
     sessions: dict[str, SessionRecord]
     imported_from: str | None = None
+
+    @property
+    def machine(self) -> MachineRecord:
+        """The further fields, as far as they are known; ValidationError for wrong ones."""
+        return MachineRecord.model_validate(self.environment)
 
     @property
     def environment(self) -> JsonObject:

@@ -6,7 +6,7 @@ History of journals, predictions and manifests:
   ``connector`` meant that the server had none. Predictions name no version, call the bytes moved
   ``transferred_bytes`` and may lack ``why_not``. Manifests of the first runs lack ``run`` and
   ``sealed``.
-- 2: a row's null ``connector`` means that it was not recorded, as null does everywhere; a
+- 2: a manifest has the ``shape`` of its model. A row's null ``connector`` means that it was not recorded, as null does everywhere; a
   prediction names its version and says ``loaded_bytes``, as a row does.
 """
 
@@ -68,7 +68,7 @@ def current_manifest(content: Any, folder: str, *, where: str) -> Any:
     """As ``current``; ``folder``: name of the run folder, which the first runs' manifests lack."""
 
     def of_1(manifest: JsonObject) -> JsonObject:
-        return {"run": folder, "sealed": {}, **manifest}
+        return {"run": folder, "sealed": {}, "shape": None, **manifest}
 
     return _migrated(content, (of_1,), None, where)
 

@@ -25,17 +25,18 @@ COLUMNS = tuple(field.alias or name for name, field in Row.model_fields.items() 
 _S_PER_MS = 1e-3
 
 
-def export(run: Path, form: str, out: Path) -> list[Path]:
+def export(run: Path, form: str, out: Path, notes: list[str] | None = None) -> list[Path]:
     """Write the measured rows of ``run`` as ``form``; the paths written.
 
     ``csv`` and ``parquet`` write the file ``out``; ``vllm-bench`` and ``llmd`` write one file a
-    session into the folder ``out``, because each of theirs describes one server. InputError for an
-    unknown form or a run without a measured row; MachineError when a library is missing.
+    session into the folder ``out``, because each of theirs describes one server. Torn last lines of
+    journals are said in ``notes``. InputError for an unknown form or a run without a measured row;
+    MachineError when a library is missing.
     """
     if form not in FORMS:
         raise InputError(f"format {form!r} is none of {', '.join(FORMS)}")
     folder = RunFolder(run)
-    folder.refuse_imported()
+    folder.check_seals()
     if form in ("csv", "parquet"):
         if out.suffix in (".csv", ".parquet") and out.suffix != f".{form}":
             raise InputError(
@@ -51,7 +52,7 @@ def export(run: Path, form: str, out: Path) -> list[Path]:
         "vllm-bench": partial(_by_session, partial(vllm_bench, model=model)),
         "llmd": partial(_by_session, partial(llmd_report, version=version)),
     }
-    rows = [row for row in folder.rows() if row.phase == "measure"]
+    rows = [row for row in folder.rows(notes) if row.phase == "measure"]
     if not rows:
         raise InputError(f"{run} has no measured row to export")
     return writers[form](rows, out)

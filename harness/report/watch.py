@@ -72,9 +72,8 @@ class Watcher:
     def __init__(self, run: Path) -> None:
         """InputError when ``run`` has no plan or prediction, as an imported one."""
         self._folder = RunFolder(run)
-        self._folder.refuse_imported()
-        self._plan_id = self._folder.read_manifest().plan_id
         self._plan = self._folder.read_plan()
+        self._plan_id = self._folder.read_manifest().plan_id
         predictions = walk_predictions(run / PREDICTION_FILE)
         self._planned = Counter(row.session for row in predictions)
         self._tails: dict[Path, Tail] = {}

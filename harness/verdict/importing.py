@@ -5,7 +5,7 @@ What the file does not say stays unknown: no prediction, no residual, hence no v
 
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -15,16 +15,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from harness.errors import InputError
 from harness.files import load_json, numbered_lines, validated, write_json
 from harness.plan.rule import DecisionSection
-from harness.record.folder import (
-    RECONCILE_FILE,
-    ROWS_FILE,
-    SUMMARY_FILE,
-    RunFolder,
-    file_digest,
-)
+from harness.record.folder import RECONCILE_FILE, ROWS_FILE, SUMMARY_FILE, RunFolder
 from harness.record.manifest import Manifest, utc_now
 from harness.record.row import SCHEMA as RECORD_SCHEMA
 from harness.record.row import Sample
+from harness.record.seals import check_sealed, file_digest
 from harness.verdict.account import PassAccount
 from harness.verdict.decision import decide
 from harness.verdict.import_checks import ImportAccount, refuse_misspelt
@@ -105,7 +100,7 @@ def import_rows(source: Path, results: Path, units: Units = USUAL_UNITS) -> Path
 def _import(copy: Path, source: Path, results: Path, units: Units) -> Path:
     walk = _Walk(copy, source, units)
     digest = file_digest(copy)
-    plan_id = f"import-{digest[:8]}"
+    plan_id = _plan_id(digest)
     folder = RunFolder.begun_now(results, plan_id)
     environment: JsonObject = {
         "imported_from": source.name,
@@ -113,12 +108,13 @@ def _import(copy: Path, source: Path, results: Path, units: Units) -> Path:
         "created": utc_now(),
         "cpu": None,
         "gpus": None,
+        "block_size": units.block,
+        "chunk_tokens": units.chunk,
     }
     # Before anything is written: a row these cannot take must leave no half-made folder.
-    summary = _summary(folder.name, plan_id, walk, environment)
+    files = _files(folder.name, plan_id, walk, environment)
     if not walk.account.recorded:
         raise InputError(f"{source} has no row")
-    reconciliation = _reconciliation(folder.name, walk)
     folder.create()
     shutil.copyfile(copy, folder.path / ROWS_FILE)
     Manifest(
@@ -126,12 +122,58 @@ def _import(copy: Path, source: Path, results: Path, units: Units) -> Path:
         run=folder.name,
         plan_id=plan_id,
         sealed={ROWS_FILE: digest},
+        shape=None,
         sessions={},
         **environment,
     ).write(folder.path)
-    write_json(folder.path / RECONCILE_FILE, reconciliation.as_json())
-    write_json(folder.path / SUMMARY_FILE, summary.as_json())
+    _write(folder, files, write_json)
     return folder.path
+
+
+def publish_imported(folder: RunFolder, *, write: Callable[[Path, Any], object]) -> None:
+    """Make both files of an imported run anew; InputError when its rows are not what was imported.
+
+    The run's name ends in its id, which is a digest of those rows.
+    """
+    manifest = folder.read_manifest()
+    source = folder.path / ROWS_FILE
+    if not manifest.sealed:
+        raise InputError(f"{folder.path / 'manifest.json'} seals no file")
+    check_sealed(folder.path, manifest, (ROWS_FILE,))
+    plan_id = _plan_id(file_digest(source))
+    if manifest.plan_id != plan_id or not manifest.run.endswith(f"-{plan_id}"):
+        raise InputError(
+            f"{folder.path} is called {manifest.run!r} and {manifest.plan_id!r}, but its "
+            f"{ROWS_FILE} is {plan_id!r}",
+            hint=f"import it again: kvcliff import {source}",
+        )
+    machine = manifest.machine
+    units = Units(
+        block=machine.block_size or USUAL_UNITS.block,
+        chunk=machine.chunk_tokens or USUAL_UNITS.chunk,
+    )
+    environment = {"imported_from": manifest.imported_from, **manifest.environment}
+    walk = _Walk(source, source, units)
+    _write(folder, _files(folder.name, plan_id, walk, environment), write)
+
+
+def _plan_id(digest: str) -> str:
+    return f"import-{digest[:8]}"
+
+
+def _files(
+    run: str, plan_id: str, walk: "_Walk", environment: JsonObject
+) -> tuple[ReconcileFile, Summary]:
+    """Both files of one walk."""
+    summary = _summary(run, plan_id, walk, environment)  # first: it is the walk
+    return _reconciliation(run, walk), summary
+
+
+def _write(
+    folder: RunFolder, files: tuple[ReconcileFile, Summary], write: Callable[[Path, Any], object]
+) -> None:
+    for name, file in zip((RECONCILE_FILE, SUMMARY_FILE), files, strict=True):
+        write(folder.path / name, file.as_json())
 
 
 def _summary(run: str, plan_id: str, walk: "_Walk", environment: JsonObject) -> Summary:

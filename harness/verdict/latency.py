@@ -15,7 +15,6 @@ from typing import TypeVar
 from harness.errors import InputError
 from harness.plan.arms import BASELINE, CONTROL
 from harness.record.folder import RunFolder
-from harness.record.journal import read_journal
 from harness.record.row import Row
 from harness.verdict import latency_result as results
 from sim.latency.break_even import LoadOrRecompute, break_even_chunks, load_or_recompute
@@ -60,17 +59,16 @@ class Tested:
         return None if low is None or high is None else low <= self.measured_s <= high
 
 
-def check_folder(path: Path) -> results.LatencyCheck:
-    """``check_rows`` of a run folder's journals; InputError when nothing in it can calibrate."""
+def check_folder(path: Path, notes: list[str] | None = None) -> results.LatencyCheck:
+    """``check_rows`` of a run folder's journals; InputError when nothing in it can calibrate.
+
+    Torn last lines are said in ``notes``.
+    """
     folder = RunFolder(path)
-    journals = folder.journals()
-    if not journals:
-        what = "holds no journal-*.jsonl" if path.is_dir() else "is no folder"
-        raise InputError(f"{path} {what}", hint="give a run folder: results/<UTC>-<plan id>")
-    rows = [row for journal in journals for row in read_journal(journal)]
+    rows = list(folder.rows(notes))
     if not rows:
         raise InputError(
-            f"{path}: its {len(journals)} journals hold no row",
+            f"{path}: its {len(folder.journals())} journals hold no row",
             hint="put them back, or measure it: kvcliff run --resume",
         )
     return check_rows(rows, run=folder.name, where=str(path))

@@ -45,7 +45,7 @@ class Evidence:
     reconciliation: schema.ReconcileFile
 
 
-def publish(folder: RunFolder, *, write: Callable[[Path, Any], None] = write_json) -> Evidence:
+def publish(folder: RunFolder, *, write: Callable[[Path, Any], object] = write_json) -> Evidence:
     """Read a run folder, check it, decide, and write both files; InputError when unreadable.
 
     The requests are walked once and dropped: a million take about a minute and 250 MB.

@@ -287,9 +287,9 @@ def test_predict_says_why_a_line_is_refused_and_what_is_assumed_and_exits_with_1
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (None, "run is no folder"),
-        ("", "run holds no journal-"),
-        ("journal-01-baseline.jsonl", "run: its 1 journals hold no row"),
+        (None, "run is not a run folder"),
+        ("", "run is not a run folder"),
+        ("journal-01-baseline.jsonl", "run is not a run folder"),
     ],
 )
 def test_latency_says_what_it_misses(

@@ -13,7 +13,7 @@ from harness.record.versions import plan_as_today
 from tests.factory import PLAN_TOML, make_record, write_journal
 
 MANIFEST = {
-    "schema": 2, "run": "r", "plan_id": "p-1", "sealed": {}, "cpu": "a CPU",
+    "schema": 2, "run": "r", "plan_id": "p-1", "sealed": {}, "shape": None, "cpu": "a CPU",
     "sessions": {"01-baseline": {"started": "2026-01-01T00:00:00+00:00", "start_s": 3.5}},
 }  # fmt: skip
 
