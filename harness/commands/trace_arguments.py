@@ -39,7 +39,7 @@ class TraceArguments:
         str, typer.Argument(help="Trace file, folder or archive, compiled or not; - reads stdin.")
     ]
     block_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a block, for formats that do not say it.", min=1)
+        int | None, typer.Option(help="Tokens of a block, where the rows do not say it.", min=1)
     ] = None
     deltas: Annotated[
         bool | None,

@@ -14,7 +14,7 @@ from sim.curves import compiled, turns
 from sim.curves.capacity import Ruler
 from sim.curves.formats import JOURNAL
 from sim.curves.readers import read_trace
-from sim.curves.sources import expected_bytes
+from sim.curves.sources import expected_bytes, files_of, left_out
 from sim.curves.trace import Ints, Requests
 from sim.curves.tree import PrefixTree, build_tree
 from sim.errors import SpecError
@@ -96,8 +96,10 @@ def load(
         f"trace's order{spread}",
         *_of_turns(requests),
         *_of_journal(requests, Path(path)),
+        *_of_folder(Path(path)),
     )
-    return Loaded(tree, order, ruler, assumptions, _warnings(tree), starts_known)
+    warnings = (*_warnings(tree), *_not_read(Path(path)))
+    return Loaded(tree, order, ruler, assumptions, warnings, starts_known)
 
 
 def _of_turns(requests: Requests) -> Iterator[str]:
@@ -119,6 +121,17 @@ def _of_journal(requests: Requests, file: Path) -> Iterator[str]:
             "a question is new unless a later document includes it: of prompts repeated whole, only "
             "the plan in the journal's own folder knows"
         )
+
+
+def _of_folder(place: Path) -> Iterator[str]:
+    if place.is_dir():
+        yield f"the folder's {len(files_of(place))} files are one trace, in order of name"
+
+
+def _not_read(place: Path) -> Iterator[str]:
+    if names := left_out(place):
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        yield f"not read of the folder: {', '.join(names[:5])}{more}"
 
 
 def _check(options: TraceOptions) -> None:
@@ -163,7 +176,14 @@ def _asked_again(file: Path) -> bool:
 
 def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:
     """The requests with their sessions' starts, and how to say it."""
-    hours = options.spread_hours
+    hours, n_sessions = options.spread_hours, len(requests.session_start_ns)
+    is_given = hours is None and requests.starts_known
+    if options.time_scale != 1 and is_given and n_sessions in (1, len(requests)):
+        raise InputError(
+            f"a time scale of {options.time_scale:g} stretches the starts of sessions, and this trace "
+            f"has {'one session' if n_sessions == 1 else 'no session of several requests'}: it would "
+            "change nothing"
+        )
     if hours is None and (requests.starts_known or len(requests.session_start_ns) == 1):
         if options.seed is not None:
             raise InputError(

@@ -57,6 +57,7 @@ class Format:
     ids_field: str
     rows: Callable[[dict[str, Any], str, int | None], Iterator[Row]]
     may_be_turns: bool = False
+    block_tokens: int | None = None
 
 
 def format_of(row: Any, where: str) -> Format:
@@ -255,11 +256,11 @@ FORMATS = (
     Format("LMCache lookup-hash JSONL", frozenset({"chunk_hashes", "chunk_size", "seq_len"}),
            "chunk_hashes", _lmcache),
     Format("Qwen-Bailian JSONL", frozenset({"hash_ids", "chat_id", "parent_chat_id"}),
-           "hash_ids", _bailian),
+           "hash_ids", _bailian, block_tokens=BAILIAN_BLOCK_TOKENS),
     Format("kvcache-simulator JSONL", frozenset({"hash_ids", "block_size", "input_length"}),
            "hash_ids", _kvcache_simulator, may_be_turns=True),
     Format("Mooncake JSONL", frozenset({"hash_ids", "timestamp", "input_length"}),
-           "hash_ids", _mooncake, may_be_turns=True),
+           "hash_ids", _mooncake, may_be_turns=True, block_tokens=MOONCAKE_BLOCK_TOKENS),
 )  # fmt: skip
 
 

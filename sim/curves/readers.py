@@ -286,12 +286,33 @@ def _assemble(got: _Collected) -> Trace:
     )
     counts = np.concatenate(got.counts)
     check_totals(requests, counts, lambda r: rows[r].where)
+    _check_size(got.format, requests, counts, lambda r: rows[r].where)
     trace = Trace(requests, got.ids.all(), offsets_of(counts))
     if not got.deltas:
         return trace
     joined = turns.whole_prompts(trace, lambda r: rows[r].where)
     check_totals(joined.requests, np.diff(joined.offsets), lambda r: rows[r].where)
     return joined
+
+
+def _check_size(
+    known: Format, requests: Requests, counts: Ints, where: Callable[[int], str]
+) -> None:
+    """Refuse a block size asked for where the ids fit the format's own: it would only relabel them."""
+    own, asked = known.block_tokens, requests.block_tokens
+    if own in (None, asked):
+        return
+    tokens = requests.input_tokens
+    fits_own, fits_asked = (
+        (counts == tokens // size) | (counts == -(-tokens // size)) for size in (own, asked)
+    )
+    contradict = np.flatnonzero(fits_own & ~fits_asked)
+    if len(contradict):
+        r = int(contradict[0])
+        raise TraceError(
+            f"{where(r)}: {counts[r]} ids for {tokens[r]:,} tokens are blocks of {own} tokens, as "
+            f"{known.name} has them; {asked} was asked for: leave out --block-tokens"
+        )
 
 
 def _sessions(rows: list[Row]) -> tuple[Ints, Ints, Ints, bool]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from sim.curves.trace import TraceError
 
 READABLE = ("", ".gz", ".xz")
-"""Endings after ``.json`` or ``.jsonl`` of files that are read."""
+"""Endings after ``.json``, ``.jsonl`` or ``.ndjson`` of files that are read."""
 
 STDIN = "-"
 
@@ -26,20 +26,19 @@ _UNREADABLE = (
 )  # fmt: skip
 """What a file packed so begins with, its name, its ending, and what unpacks it."""
 
+_KINDS = (".json", ".jsonl", ".ndjson")
+_PACKED = (*READABLE, *(ending for _, _, ending, _ in _UNREADABLE))
+
 # What is in a folder and cannot be read is refused there, not left out of the trace.
-_ENDINGS = tuple(
-    kind + packed
-    for kind in (".json", ".jsonl")
-    for packed in (*READABLE, *(ending for _, _, ending, _ in _UNREADABLE))
-)
-_READ = ", ".join(kind + packed for kind in (".json", ".jsonl") for packed in READABLE)
+_ENDINGS = tuple(kind + packed for kind in _KINDS for packed in _PACKED)
+_READ = ", ".join(kind + packed for kind in _KINDS for packed in READABLE)
 
 
 def sources(path: str) -> Iterator[tuple[str, bytes]]:
     """(name, content) of every file of the trace ``path``, in order of name.
 
-    ``-`` is standard input; a folder or tar archive stands for its files that end in ``.json`` or
-    ``.jsonl``, packed or not. How a file is packed is seen by its content. Raises TraceError for what cannot be read.
+    ``-`` is standard input; a folder or tar archive stands for its files that end in ``.json``,
+    ``.jsonl`` or ``.ndjson``, packed or not. How a file is packed is seen by its content. Raises TraceError for what cannot be read.
     """
     if path == STDIN:
         yield from _unpacked("standard input", sys.stdin.buffer.read())
@@ -53,17 +52,44 @@ def sources(path: str) -> Iterator[tuple[str, bytes]]:
 
 
 def files_of(place: Path) -> list[Path]:
-    """The files ``sources`` reads for ``place``, in order: those of a folder, or itself."""
+    """The files ``sources`` reads for ``place``, in order: those of a folder, or itself.
+
+    Raises TraceError for a folder with a file both packed and not, which would be read twice.
+    """
     if not place.is_dir():
         return [place]
-    return sorted(file for file in place.iterdir() if file.name.endswith(_ENDINGS))
+    files = sorted(file for file in place.iterdir() if file.is_file() and _is_read(file.name))
+    _refuse_twice([str(file) for file in files])
+    return files
+
+
+def left_out(place: Path) -> list[str]:
+    """What of a folder ``sources`` does not read, by name; folders end in a slash."""
+    if not place.is_dir():
+        return []
+    others = (file for file in place.iterdir() if file.is_dir() or not _is_read(file.name))
+    return sorted(file.name + "/" * file.is_dir() for file in others)
+
+
+def _is_read(name: str) -> bool:
+    return name.endswith(_ENDINGS)
+
+
+def _refuse_twice(names: list[str]) -> None:
+    """TraceError where two of ``names`` differ in how they are packed alone."""
+    seen: dict[str, str] = {}
+    for name in names:
+        packed = next((ending for ending in _PACKED if ending and name.endswith(ending)), "")
+        first = seen.setdefault(name.removesuffix(packed), name)
+        if first != name:
+            raise TraceError(f"{first} and {name} are one file, packed and not: leave one of them")
 
 
 def expected_bytes(path: str) -> int | None:
     """Bytes ``sources`` will give for ``path``; None where only reading tells, as of a ``.gz``."""
     try:
         read = files_of(Path(path))
-        if path == STDIN or any(file.suffix not in (".json", ".jsonl") for file in read):
+        if path == STDIN or any(file.suffix not in _KINDS for file in read):
             return None
         return sum(file.stat().st_size for file in read)
     except OSError:
@@ -134,7 +160,8 @@ def _unpacked(name: str, content: bytes) -> Iterator[tuple[str, bytes]]:
 def _members(name: str, content: bytes) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            found = [m for m in archive.getmembers() if m.isfile() and m.name.endswith(_ENDINGS)]
+            found = [m for m in archive.getmembers() if m.isfile() and _is_read(m.name)]
+            _refuse_twice([f"{name}:{member.name}" for member in found])
             for member in sorted(found, key=lambda m: m.name):
                 file = archive.extractfile(member)
                 assert file is not None

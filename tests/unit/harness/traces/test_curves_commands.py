@@ -1,5 +1,6 @@
 import csv
 import errno
+import gzip
 import itertools
 import json
 import os
@@ -118,10 +119,41 @@ def test_capacities_below_the_longest_request_are_warned_about(trace: str) -> No
     assert "1 of the GPU capacities are below the longest request's 4 blocks" in warning
 
 
-def test_a_wrong_block_size_is_warned_about(trace: str) -> None:
-    loaded = load(trace, TraceOptions(block_tokens=1024))
-    (warning,) = loaded.warnings
-    assert "3 of 3 requests list more blocks than their prompt fills at 1024" in warning
+def test_a_block_size_that_the_ids_contradict_is_refused(trace: str) -> None:
+    # 4 ids for 2,048 tokens are Mooncake's 512 each; at 64 they would be a 32nd of the prompt.
+    said = "4 ids for 2,048 tokens are blocks of 512 tokens, as Mooncake JSONL has them; 64 was"
+    with pytest.raises(InputError, match=f":1: {said}"):
+        load(trace, TraceOptions(block_tokens=64))
+    assert load(trace, TraceOptions(block_tokens=512)).ruler.block_tokens == 512
+
+
+def test_a_block_size_that_the_ids_fit_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 130, "hash_ids": [1, 2, 3]}))
+    assert load(str(path), TraceOptions(block_tokens=64)).ruler.block_tokens == 64
+
+
+def test_a_folder_says_what_of_it_was_not_read(trace: str, tmp_path: Path) -> None:
+    (tmp_path / "b.ndjson").write_text(json.dumps(ROWS[0]) + "\n")
+    (tmp_path / "LICENSE").write_text("MIT")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "c.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    loaded = load(str(tmp_path), TraceOptions())
+    assert len(loaded.tree.requests) == 4
+    assert "the folder's 2 files are one trace, in order of name" in loaded.assumptions
+    assert loaded.warnings == ("not read of the folder: LICENSE, more/",)
+
+
+def test_a_file_packed_and_not_is_no_trace_of_two_files(trace: str, tmp_path: Path) -> None:
+    packed = Path(f"{trace}.gz")
+    packed.write_bytes(gzip.compress(Path(trace).read_bytes()))
+    with pytest.raises(InputError, match=r"trace\.jsonl and .*trace\.jsonl\.gz are one file"):
+        load(str(tmp_path), TraceOptions())
+
+
+def test_a_time_scale_without_sessions_to_stretch_is_refused(trace: str) -> None:
+    with pytest.raises(InputError, match="no session of several requests: it would change nothing"):
+        load(trace, TraceOptions(time_scale=2))
 
 
 def test_bands_and_policies_stand_beside_the_curve(trace: str) -> None:
