@@ -8,14 +8,14 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
 from harness.errors import InputError
 from harness.files import load_json, read_lines, validated
 from harness.record.audit import Derived, contradiction, unlike_counters
-from harness.record.row import NUMBERS, PredictedRow, Row
+from harness.record.row import NUMBERS, AnyRow, PredictedRow, Row
 from harness.record.versions import current
 
 
@@ -83,10 +83,7 @@ def walk_predictions(path: Path) -> Iterator[PredictedRow]:
         raise InputError(notes[0])
 
 
-Record = TypeVar("Record", Row, PredictedRow)
-
-
-def parse_record(line: bytes, kind: type[Record], *, where: str) -> Record:
+def parse_record(line: bytes, kind: type[AnyRow], *, where: str) -> AnyRow:
     """One line of any version as a record of today's; InputError says what is wrong with it.
 
     pydantic's own parser takes a fifth of the time of ``load_json``, but keeps the last of two equal
@@ -101,7 +98,7 @@ def parse_record(line: bytes, kind: type[Record], *, where: str) -> Record:
     return validated(kind, current(load_json(line, where=where), kind, where=where), where=where)
 
 
-def _records(path: Path, kind: type[Record], notes: list[str]) -> Iterator[tuple[int, Record]]:
+def _records(path: Path, kind: type[AnyRow], notes: list[str]) -> Iterator[tuple[int, AnyRow]]:
     """Line number and record, each request once; a session walks pass by pass, so one is kept."""
     walk: tuple[str, str] | None = None
     left: set[tuple[str, str] | None] = set()
@@ -118,7 +115,7 @@ def _records(path: Path, kind: type[Record], notes: list[str]) -> Iterator[tuple
         yield number, record
 
 
-def _before(path: Path, kind: type[Record], number: int, record: Record) -> str:
+def _before(path: Path, kind: type[AnyRow], number: int, record: AnyRow) -> str:
     """What is wrong with a record that is not new."""
     for earlier, line in read_lines(path, []):
         if earlier < number and parse_record(line, kind, where=str(path)).key == record.key:

@@ -4,7 +4,7 @@ A column is added here. The type checker then names who must say what becomes of
 which fills it; the import, which may not have it; the report, which shows it or not.
 """
 
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Final, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,7 +18,8 @@ SCHEMA: Final = 2
 # No Literal, which would take 2.0 for 2.
 Version = Annotated[int, Field(ge=SCHEMA, le=SCHEMA)]
 
-Tokens = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+"""Of tokens, bytes, documents, nanoseconds or other whole things."""
 
 # 1e9 ms are eleven days: beyond that it is no duration, and sums of such overflow.
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -45,8 +46,8 @@ class Sample(Record):
 
     config: str = Field(min_length=1, description="arm: baseline, control, or the treatment")
     pass_name: str = Field(alias="pass", min_length=1, description="walk over the documents")
-    doc: Tokens = Field(description="document number, 0 first")
-    doc_tokens: Tokens = Field(description="tokens of the document, without the question")
+    doc: Count = Field(description="document number, 0 first")
+    doc_tokens: Count = Field(description="tokens of the document, without the question")
     ttft_ms: Milliseconds | None = Field(
         description="TTFT: request written on an open connection → first token event received"
     )
@@ -55,23 +56,23 @@ class Sample(Record):
     order: int = Field(ge=1, description="position of the session in the run, 1 first")
     seq: int = Field(ge=1, description="position of the request in its session, 1 first")
     phase: Literal["warmup", "measure"] = Field(description="warm-up rows are never summarized")
-    prompt_tokens: Tokens | None = Field(
+    prompt_tokens: Count | None = Field(
         description="tokens sent; null in imported rows that do not say"
     )
-    computed: Tokens | None = Field(description="prompt tokens prefilled (local_compute)")
-    gpu_hit: Tokens | None = Field(description="prompt tokens from the GPU tier (local_cache_hit)")
-    host_loaded: Tokens | None = Field(
+    computed: Count | None = Field(description="prompt tokens prefilled (local_compute)")
+    gpu_hit: Count | None = Field(description="prompt tokens from the GPU tier (local_cache_hit)")
+    host_loaded: Count | None = Field(
         description="prompt tokens from the host tier (external_kv_transfer)"
     )
-    loaded_bytes: Tokens | None = Field(
+    loaded_bytes: Count | None = Field(
         description="bytes moved host → GPU, whole chunks; null: no host tier, or no way to know"
     )
-    stored_tokens: Tokens | None = Field(description="prompt tokens newly stored in the host tier")
+    stored_tokens: Count | None = Field(description="prompt tokens newly stored in the host tier")
     settle_ms: Milliseconds | None = Field(description="wait until every counter was final")
     complete: bool = Field(description="all asked-for tokens, finish_reason and [DONE] arrived")
     error: str | None = Field(description="why the answer is incomplete")
     unattributed: str | None = Field(description="why the token sources are null")
-    sent_unix_ns: Tokens = Field(description="wall clock when sent; a label, never subtracted")
+    sent_unix_ns: Count = Field(description="wall clock when sent; a label, never subtracted")
 
     @property
     def key(self) -> Key:
@@ -97,14 +98,14 @@ class Row(Sample):
         description="KV connector that ran, as vLLM's log names it; none: the server had none; "
         "null: not recorded (schema 1)"
     )
-    prompt_tokens: Tokens = Field(description="tokens sent; the server's count must agree")
-    output_tokens: Tokens | None = Field(description="tokens the server says it generated")
+    prompt_tokens: Count = Field(description="tokens sent; the server's count must agree")
+    output_tokens: Count | None = Field(description="tokens the server says it generated")
     loaded_source: str | None = Field(
         description=f"how loaded_bytes was measured: {', '.join(LOADED_SOURCES)}"
     )
-    chunk_tokens: Tokens | None = Field(description="host chunk size in tokens; null: no tier")
-    chunk_bytes: Tokens | None = Field(description="host chunk size in bytes by the model's shape")
-    cached_tokens: Tokens | None = Field(
+    chunk_tokens: Count | None = Field(description="host chunk size in tokens; null: no tier")
+    chunk_bytes: Count | None = Field(description="host chunk size in bytes by the model's shape")
+    cached_tokens: Count | None = Field(
         description="the answer's own count of prompt tokens not computed; null: not said"
     )
     disagreement: str | None = Field(
@@ -138,13 +139,13 @@ NUMBERS = ("computed", "gpu_hit", "host_loaded", "stored_tokens", "loaded_bytes"
 class Predicted(Record):
     """What one request should show; the five numbers are null where ``why_not`` is not."""
 
-    computed: Tokens | None = Field(
+    computed: Count | None = Field(
         description="prompt tokens to be prefilled; null, like the next four: no exact prediction"
     )
-    gpu_hit: Tokens | None = Field(description="prompt tokens from the GPU tier")
-    host_loaded: Tokens | None = Field(description="prompt tokens from the host tier")
-    stored_tokens: Tokens | None = Field(description="prompt tokens newly stored in the host tier")
-    loaded_bytes: Tokens | None = Field(description="bytes moved host → GPU, whole chunks")
+    gpu_hit: Count | None = Field(description="prompt tokens from the GPU tier")
+    host_loaded: Count | None = Field(description="prompt tokens from the host tier")
+    stored_tokens: Count | None = Field(description="prompt tokens newly stored in the host tier")
+    loaded_bytes: Count | None = Field(description="bytes moved host → GPU, whole chunks")
     why_not: str | None = Field(
         description="why there is no exact prediction; null where there is one"
     )
@@ -160,9 +161,13 @@ class PredictedRow(Predicted):
     schema_version: Version = Field(alias="schema", description="version of this record")
     session: str = Field(description="as in the journal")
     pass_name: str = Field(alias="pass", description="as in the journal")
-    doc: Tokens = Field(description="as in the journal")
+    doc: Count = Field(description="as in the journal")
 
     @property
     def key(self) -> Key:
         """The request this is of."""
         return (self.session, self.pass_name, self.doc)
+
+
+AnyRow = TypeVar("AnyRow", Row, PredictedRow)
+"""One of the two, where what is done with them is the same."""

@@ -31,7 +31,7 @@ from sim.split import USUAL_UNITS, Units
 from sim.workload import WARMUP_PASS
 
 # 2**53: what a JSON number holds exactly in every reader.
-Tokens = Annotated[int, Field(ge=0, le=2**53)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
@@ -53,19 +53,19 @@ class ForeignRow(BaseModel):
 
     config: Name
     pass_name: Name = Field(alias="pass")
-    doc: Tokens | Name
-    doc_tokens: Tokens
+    doc: Count | Name
+    doc_tokens: Count
     ttft_ms: Milliseconds | None
     total_ms: Milliseconds | None
     session: Name | None = None
     order: Annotated[int, Field(ge=1, le=2**53)] | None = None
     phase: str | None = None
-    prompt_tokens: Tokens | None = None
-    computed: Tokens | None = None
-    gpu_hit: Tokens | None = None
-    host_loaded: Tokens | None = None
-    loaded_bytes: Tokens | None = None
-    stored_tokens: Tokens | None = None
+    prompt_tokens: Count | None = None
+    computed: Count | None = None
+    gpu_hit: Count | None = None
+    host_loaded: Count | None = None
+    loaded_bytes: Count | None = None
+    stored_tokens: Count | None = None
     settle_ms: Milliseconds | None = None
     complete: bool = True
     error: str | None = None

@@ -134,13 +134,13 @@ class Pass(Result):
     order_effect: dict[str, OrderEffect | None]
 
 
-class Source(Cell):
+class SourceTimes(Cell):
     """All rows whose document came from one place, and the same by pass and arm."""
 
     by_pass: dict[str, dict[str, Cell]]
 
 
-class Span(Result):
+class SessionSpan(Result):
     """A phase of a session on the wall clock, a label; ms since 1970."""
 
     phase: str
@@ -167,7 +167,7 @@ class SessionSummary(Result):
     failed: int
     settle_total_ms: float
     first_request: FirstRequest | None
-    spans: list[Span]
+    spans: list[SessionSpan]
     server: JsonObject = Field(description="facts and commands, from manifest.json")
 
 
@@ -209,7 +209,7 @@ class Statistics(Result):
     ratio_direction: str = Field(description="which arm is on top")
     difference_direction: str = Field(description="which arm is subtracted")
     passes: dict[str, Pass] = Field(description="per pass: arms, paired ratio, order effect")
-    sources: dict[str, Source] = Field(description="TTFT by where the document's KV came from")
+    sources: dict[str, SourceTimes] = Field(description="TTFT by where the document's KV came from")
     sessions: list[SessionSummary] = Field(description="per session: counts, phases, servers")
     outliers: Outliers = Field(description="flagged rows, never dropped")
 

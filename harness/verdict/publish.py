@@ -24,7 +24,7 @@ from harness.verdict.account import Account, PassAccount
 from harness.verdict.cost import Sizes
 from harness.verdict.decision import decide
 from harness.verdict.findings import findings_of
-from harness.verdict.measured import SCHEMA, JsonObject, SessionSummary, Span, Statistics
+from harness.verdict.measured import SCHEMA, JsonObject, SessionSpan, SessionSummary, Statistics
 from harness.verdict.reconcile import Reconciled, Reconciliation, reconcile
 from harness.verdict.stats import summarize
 from harness.verdict.takeaways import takeaways_of
@@ -209,11 +209,13 @@ def _on_its_server(session: SessionSummary, server: SessionRecord) -> SessionSum
     if server.ended is not None and spans:
         # The manifest has whole seconds, the rows nanoseconds.
         began, ended = spans[-1].ended_unix_ms, _unix_ms(server.ended)
-        spans.append(Span(phase="stop", began_unix_ms=began, ended_unix_ms=max(began, ended)))
+        spans.append(
+            SessionSpan(phase="stop", began_unix_ms=began, ended_unix_ms=max(began, ended))
+        )
     if server.started is not None and server.start_s is not None:  # None: it never answered
         began = _unix_ms(server.started)
         ended = began + server.start_s * 1000
-        spans.insert(0, Span(phase="start", began_unix_ms=began, ended_unix_ms=ended))
+        spans.insert(0, SessionSpan(phase="start", began_unix_ms=began, ended_unix_ms=ended))
     return session.model_copy(update={"server": server.as_json(), "spans": spans})
 
 

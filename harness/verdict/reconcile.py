@@ -6,7 +6,7 @@ Needs no engine: a run folder is enough, on any laptop.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic
 
 from harness.errors import InputError
 from harness.plan.plan import Plan, session_name
@@ -14,7 +14,7 @@ from harness.plan.requests import Key, PlannedRequests
 from harness.record.folder import PREDICTION_FILE, RunFolder
 from harness.record.journal import walk_predictions
 from harness.record.manifest import Manifest
-from harness.record.row import NUMBERS, PredictedRow, Row
+from harness.record.row import NUMBERS, AnyRow, PredictedRow, Row
 
 
 @dataclass(slots=True)
@@ -134,18 +134,15 @@ def _unplanned(rows: "_Ahead[Row]", predictions: "_Ahead[PredictedRow]") -> Iter
         yield Reconciled(predicted.key, False, None, predicted)
 
 
-Record = TypeVar("Record", Row, PredictedRow)
-
-
-class _Ahead(Generic[Record]):
+class _Ahead(Generic[AnyRow]):
     """Records in their order, one looked at ahead."""
 
-    def __init__(self, records: Iterable[Record], planned: Collection[Key]) -> None:
-        self._records: Iterator[Record] = iter(records)
+    def __init__(self, records: Iterable[AnyRow], planned: Collection[Key]) -> None:
+        self._records: Iterator[AnyRow] = iter(records)
         self._planned = planned
-        self._next: Record | None = next(self._records, None)
+        self._next: AnyRow | None = next(self._records, None)
 
-    def pop(self, key: Key) -> Record | None:
+    def pop(self, key: Key) -> AnyRow | None:
         """The next record if it is of the request ``key``, else None."""
         record = self._next
         if record is None or record.key != key:
@@ -153,7 +150,7 @@ class _Ahead(Generic[Record]):
         self._next = next(self._records, None)
         return record
 
-    def pop_unplanned(self) -> Iterator[Record]:
+    def pop_unplanned(self) -> Iterator[AnyRow]:
         """The records that come next and that nobody planned."""
         while self._next is not None and self._next.key not in self._planned:
             yield self._next

@@ -135,7 +135,7 @@ def _spread(medians: Sequence[float]) -> measured.Spread:
     )
 
 
-def _sources(total: Tally) -> dict[str, measured.Source]:
+def _sources(total: Tally) -> dict[str, measured.SourceTimes]:
     """TTFT by where the document's KV came from: over all arms, and by pass and arm."""
     sources = {}
     for index, name in enumerate(SOURCE_CLASSES):
@@ -148,7 +148,7 @@ def _sources(total: Tally) -> dict[str, measured.Source]:
                     by_pass.setdefault(pass_name, {})[arm] = cell_of(times)
                     everything += times
         if everything:
-            sources[name] = measured.Source(**cell_of(everything).as_json(), by_pass=by_pass)
+            sources[name] = measured.SourceTimes(**cell_of(everything).as_json(), by_pass=by_pass)
     return sources
 
 
@@ -164,7 +164,7 @@ def _session(name: str, session: SessionRows) -> measured.SessionSummary:
         settle_total_ms=sum(sum(rows.settle_ms) for rows in [session.warmup, *passes.values()]),
         first_request=_first_request(passes),
         spans=[
-            measured.Span(
+            measured.SessionSpan(
                 phase=phase, began_unix_ms=rows.began_ns / 1e6, ended_unix_ms=rows.ended_ns / 1e6
             )
             for phase, rows in {"warmup": session.warmup, **passes}.items()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from servers.fake.engine import output_ids
-from servers.fake.http import Request
+from servers.fake.http import HttpRequest
 from servers.fake.spec import FakeSpec
 
 
@@ -26,7 +26,7 @@ class Answer:
     def __init__(
         self,
         spec: FakeSpec,
-        request: Request,
+        request: HttpRequest,
         asked: Mapping[str, Any],
         faults: Mapping[str, Any],
     ) -> None:

@@ -18,7 +18,7 @@ _STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     method: str
     path: str
     headers: Mapping[str, str]  # names in lower case
@@ -36,7 +36,7 @@ class Link:
     def __init__(self, sock: socket.socket, stopping: threading.Event) -> None:
         self._sock, self._stopping = sock, stopping
 
-    def read(self, *, keepalive_s: float) -> Request | None:
+    def read(self, *, keepalive_s: float) -> HttpRequest | None:
         """The next request; None when the client left or stayed idle for ``keepalive_s``."""
         self._sock.settimeout(keepalive_s)
         try:
@@ -60,7 +60,7 @@ class Link:
             missing -= len(piece)
         self._sock.settimeout(None)
         method, path, _ = first.split(" ")
-        return Request(method, path, headers, b"".join(pieces), received_ns)
+        return HttpRequest(method, path, headers, b"".join(pieces), received_ns)
 
     def reply(
         self, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
@@ -107,7 +107,7 @@ class Listener:
     def __init__(
         self,
         port: int,
-        answer: Callable[[Link, Request], None],
+        answer: Callable[[Link, HttpRequest], None],
         faults: Mapping[str, Any],
     ) -> None:
         self._answer = answer

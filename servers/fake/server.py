@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from servers.fake.answer import Answer, Write
 from servers.fake.engine import FakeEngine
-from servers.fake.http import JSON, HangUp, Link, Listener, Request
+from servers.fake.http import JSON, HangUp, HttpRequest, Link, Listener
 from servers.fake.script import Script, parse_script
 from servers.fake.spec import FakeSpec
 from servers.ports import HOST
@@ -99,7 +99,7 @@ class FakeServer:
         """Answer completions with 503 for ``seconds``, /health with 200."""
         self._ready_at = time.monotonic() + seconds
 
-    def _answer_vllm(self, link: Link, request: Request) -> None:
+    def _answer_vllm(self, link: Link, request: HttpRequest) -> None:
         self.seen.append(f"{request.method} {request.path}")
         match request.method, request.path:
             case "POST", "/v1/completions":
@@ -117,7 +117,7 @@ class FakeServer:
             case _:
                 link.reply_json({"detail": "Not Found"}, status=404)
 
-    def _answer_lmcache(self, link: Link, request: Request) -> None:
+    def _answer_lmcache(self, link: Link, request: HttpRequest) -> None:
         self.seen.append(f"lmcache {request.method} {request.path}")
         path = request.path.partition("?")[0]
         if path == "/metrics":
@@ -144,7 +144,7 @@ class FakeServer:
         headers = {"location": "/metrics/"} if status in (301, 302, 307, 308) else {}
         link.reply(status, text.encode(), PROMETHEUS, headers)
 
-    def _completion(self, link: Link, request: Request) -> None:
+    def _completion(self, link: Link, request: HttpRequest) -> None:
         n = self._engine.arrive()
         faults = self._engine.script.at(n)
         asked = json.loads(request.body)
@@ -250,7 +250,7 @@ class FakeServer:
 
 
 def _entry(
-    n: int, request: Request, asked: Mapping[str, Any], *, status: int, end: str
+    n: int, request: HttpRequest, asked: Mapping[str, Any], *, status: int, end: str
 ) -> dict[str, Any]:
     return {
         "n": n,

@@ -26,7 +26,7 @@ _DTYPE_BYTES = {
 
 
 @dataclass(slots=True)  # not frozen: that triples the cost of making one
-class Row:
+class TraceRow:
     """One request. ``ids`` is its list of block ids, or the number of its extracted array.
 
     ``scope``: ids of different scopes never mean the same block. ``session``: name of the session,
@@ -55,7 +55,7 @@ class Format:
     name: str
     needs: frozenset[str]
     ids_field: str
-    rows: Callable[[dict[str, Any], str, int | None], Iterator[Row]]
+    rows: Callable[[dict[str, Any], str, int | None], Iterator[TraceRow]]
     may_be_turns: bool = False
     block_tokens: int | None = None
 
@@ -102,29 +102,29 @@ def check_prompt(row: dict[str, Any], where: str, *, deltas: bool | None = None)
             )
 
 
-def _mooncake(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+def _mooncake(row: dict[str, Any], where: str, block: int | None) -> Iterator[TraceRow]:
     time_ns, prompt = (
         moment(row, "timestamp", where, unit_ns=_MS),
         count(row, "input_length", where),
     )
     answer = count(row, "output_length", where, default=0)
-    yield Row(where, row["hash_ids"], time_ns, block or MOONCAKE_BLOCK_TOKENS, prompt, answer)
+    yield TraceRow(where, row["hash_ids"], time_ns, block or MOONCAKE_BLOCK_TOKENS, prompt, answer)
 
 
-def _bailian(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+def _bailian(row: dict[str, Any], where: str, block: int | None) -> Iterator[TraceRow]:
     time_ns, prompt = moment(row, "timestamp", where), count(row, "input_length", where)
     answer, size = count(row, "output_length", where, default=0), block or BAILIAN_BLOCK_TOKENS
     turn = f"{whole(row, 'chat_id', where)} {whole(row, 'parent_chat_id', where)}"
-    yield Row(where, row["hash_ids"], time_ns, size, prompt, answer, session=turn)
+    yield TraceRow(where, row["hash_ids"], time_ns, size, prompt, answer, session=turn)
 
 
-def _kvcache_simulator(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+def _kvcache_simulator(row: dict[str, Any], where: str, block: int | None) -> Iterator[TraceRow]:
     yield from _mooncake({"timestamp": 0, **row}, where, own_size(row, "block_size", where, block))
 
 
-def _lmcache(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+def _lmcache(row: dict[str, Any], where: str, block: int | None) -> Iterator[TraceRow]:
     size = own_size(row, "chunk_size", where, block)
-    yield Row(
+    yield TraceRow(
         where,
         row["chunk_hashes"],
         moment(row, "timestamp", where),
@@ -168,7 +168,7 @@ class _Journal:
         self._asked_again = asked_again
         self._asked: dict[tuple[str, str, int], dict[str, tuple[int, int]]] = {}
 
-    def __call__(self, row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+    def __call__(self, row: dict[str, Any], where: str, block: int | None) -> Iterator[TraceRow]:
         if block is None:
             raise TraceError(f"{where}: a journal does not say the block size: give --block-tokens")
         document, session = whole(row, "doc", where), str(row["session"])
@@ -189,7 +189,7 @@ class _Journal:
             return next((f"{n} " for n, (a, b) in parts.items() if a <= token < b), "")
 
         ends = range(block, prompt + 1, block)
-        yield Row(
+        yield TraceRow(
             where,
             [f"{part_of(end - 1)}{kind}/{document}/{end}" for end in ends],
             count(row, "sent_unix_ns", where),
@@ -200,7 +200,7 @@ class _Journal:
         )
 
 
-def _weka(session: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+def _weka(session: dict[str, Any], where: str, block: int | None) -> Iterator[TraceRow]:
     size = own_size(session, "block_size", where, block)
     name = session.get("id")
     if not isinstance(name, str) or not name:
@@ -214,7 +214,7 @@ def _weka(session: dict[str, Any], where: str, block: int | None) -> Iterator[Ro
 
 def _weka_requests(
     requests: Any, where: str, start_ns: int, size: int, names: tuple[str, str]
-) -> Iterator[Row]:
+) -> Iterator[TraceRow]:
     """Requests of a session or of a sub-agent, whose times count from its own start."""
     if not isinstance(requests, list):
         raise TraceError(f"{where}: field 'requests' is a {type(requests).__name__}, not a list")
@@ -228,7 +228,7 @@ def _weka_requests(
             continue
         if "hash_ids" not in request:
             raise TraceError(f"{at}: field 'hash_ids' is missing")
-        yield Row(
+        yield TraceRow(
             at,
             request["hash_ids"],
             time_ns,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sim.curves import turns
-from sim.curves.formats import JOURNAL, Format, Row, check_prompt, format_of, journal_format
+from sim.curves.formats import JOURNAL, Format, TraceRow, check_prompt, format_of, journal_format
 from sim.curves.ingest import ArrayScanner, load_json
 from sim.curves.sources import STDIN, expected_bytes, sources
 from sim.curves.trace import (
@@ -100,7 +100,7 @@ class _Collected:
     scanner: ArrayScanner
     ids: _GrowingIds = field(default_factory=_GrowingIds)
     counts: list[IdArray] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TraceRow] = field(default_factory=list)
     format: Format | None = None
     names: dict[tuple[str, str], int] = field(default_factory=dict)
     scopes: dict[str, tuple[int, int]] = field(default_factory=dict)  # its base and its span
@@ -161,7 +161,9 @@ def _take(got: _Collected, name: str, piece: bytes, line: int, block: int | None
     _add_ids(got, rows, np.concatenate([*lists, np.zeros(0, dtype=np.int64)]), counts)
 
 
-def _rows(got: _Collected, name: str, text: bytes, line: int, block: int | None) -> Iterator[Row]:
+def _rows(
+    got: _Collected, name: str, text: bytes, line: int, block: int | None
+) -> Iterator[TraceRow]:
     for where, content in _documents(text, name, line):
         if got.format is None:
             got.format = (
@@ -207,7 +209,7 @@ def _documents(text: bytes, name: str, line: int) -> Iterator[tuple[str, Any]]:
             yield where, load_json(row, where)
 
 
-def _checked_ids(got: _Collected, row: Row) -> Ints:
+def _checked_ids(got: _Collected, row: TraceRow) -> Ints:
     ids = row.ids
     assert got.format is not None
     if not isinstance(ids, list):
@@ -230,7 +232,7 @@ def _checked_ids(got: _Collected, row: Row) -> Ints:
 
 
 def _add_ids(
-    got: _Collected, rows: list[Row], flat: Ints, counts: Ints, *, may_be_negative: bool = True
+    got: _Collected, rows: list[TraceRow], flat: Ints, counts: Ints, *, may_be_negative: bool = True
 ) -> None:
     """Ids of different scopes must differ: each scope's are moved behind all before it."""
     offsets = offsets_of(counts).tolist()
@@ -315,7 +317,7 @@ def _check_size(
         )
 
 
-def _sessions(rows: list[Row]) -> tuple[Ints, Ints, Ints, bool]:
+def _sessions(rows: list[TraceRow]) -> tuple[Ints, Ints, Ints, bool]:
     """(session of each row, start of each session, time since it, whether starts are known)."""
     names = _roots(rows)
     numbers: dict[str | int, int] = {}
@@ -329,7 +331,7 @@ def _sessions(rows: list[Row]) -> tuple[Ints, Ints, Ints, bool]:
     return session, starts, times, rows[0].has_start
 
 
-def _roots(rows: list[Row]) -> list[str | int]:
+def _roots(rows: list[TraceRow]) -> list[str | int]:
     """The session of each row; Bailian rows name their parent turn, whose session is theirs."""
     root: dict[str, str] = {}
     names: list[str | int] = []

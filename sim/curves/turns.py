@@ -16,7 +16,7 @@ from sim.curves.formats import (
     MOONCAKE_BLOCK_TOKENS,
     MOST_PROMPT_TOKENS,
     Format,
-    Row,
+    TraceRow,
     count,
     moment,
     own_size,
@@ -29,7 +29,7 @@ SOURCE = "Mooncake JSONL by turns"
 _MS = 10**6
 
 
-def _row(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
+def _row(row: dict[str, Any], where: str, block: int | None) -> Iterator[TraceRow]:
     """A turn without ids holds tokens that no other has."""
     size = own_size(row, "block_size", where, block) if "block_size" in row else None
     if row.get("context_mode") not in (None, "deltas_without_responses"):
@@ -39,7 +39,7 @@ def _row(row: dict[str, Any], where: str, block: int | None) -> Iterator[Row]:
     if name is not None and type(name) not in (str, int):
         raise TraceError(f"{where}: field 'session_id' is {name!r}; a name is needed")
     ids = row.get("hash_ids")
-    yield Row(
+    yield TraceRow(
         where,
         [] if ids is None else ids,
         moment(row, "timestamp" if has_moment else "delay", where, unit_ns=_MS, default=0),
@@ -62,7 +62,7 @@ def format_of(row: Any, where: str) -> Format:
     raise TraceError(f"{where}: {known.name} has whole prompts: leave out --deltas")
 
 
-def moments(rows: list[Row]) -> tuple[Ints, Ints, Ints, bool]:
+def moments(rows: list[TraceRow]) -> tuple[Ints, Ints, Ints, bool]:
     """(session of each row, start of each session, time since it, whether starts are known).
 
     A turn comes at its timestamp, or its delay after the turn before; the first turn's delay says
