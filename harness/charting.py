@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.errors import InputError
 from harness.files import write_atomically
-from harness.vocabulary import DIM, INK, PAPER
+from harness.words_and_colours import DIM, INK, PAPER
 
 Chart = dict[str, Any]
 """A Vega-Lite document, or a part of one."""

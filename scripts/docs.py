@@ -35,7 +35,7 @@ from harness.record.folder import RunFolder
 from harness.record.row import PredictedRow, Row
 from harness.verdict.finding_table import TABLE
 from harness.verdict.schema import ReconcileFile, Summary
-from harness.vocabulary import SOURCE_WORDS
+from harness.words_and_colours import SOURCE_WORDS
 from sim.tiers.gpu_pool import usable_tokens
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from harness.console import say
 from harness.terminal import out, table_of
-from harness.vocabulary import SOURCE_WORDS, ms
+from harness.words_and_colours import SOURCE_WORDS, ms
 from sim.units import GIB
 
 

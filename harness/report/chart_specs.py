@@ -1,6 +1,6 @@
 """Vega-Lite specifications of the report's charts, from rows that are ready to draw.
 
-Arms differ in shape as well as colour (``harness.vocabulary``).
+Arms differ in shape as well as colour (``harness.words_and_colours``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from harness.charting import FADED, FONT_SIZE, Chart, colour_scale, layer, log_ticks, of, on_page
 from harness.forecast.cliff import Cliff, CliffPoint
 from harness.plan.arms import BASELINE, CONTROL
-from harness.vocabulary import (
+from harness.words_and_colours import (
     BASELINE_MARK,
     CONTROL_MARK,
     FAILED,

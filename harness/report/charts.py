@@ -10,7 +10,15 @@ from harness.plan.arms import BASELINE, CONTROL
 from harness.record.row import Predicted, Sample
 from harness.report import chart_specs as specs
 from harness.verdict.schema import ReconcileFile, RequestEntry, Summary
-from harness.vocabulary import PASS_COLOURS, PHASE_COLOURS, SOURCES, START, STOP, WARMUP, Mark
+from harness.words_and_colours import (
+    PASS_COLOURS,
+    PHASE_COLOURS,
+    SOURCES,
+    START,
+    STOP,
+    WARMUP,
+    Mark,
+)
 
 # All charts of a kind together: a mark costs 0.4 kB in the file and 1 kB of SVG in the browser, so
 # beyond these they show every k-th request, and say so.

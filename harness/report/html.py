@@ -22,7 +22,7 @@ from harness.files import write_atomically
 from harness.report import charts
 from harness.report.columns import request_columns
 from harness.verdict.schema import ReconcileFile, Summary, read_published
-from harness.vocabulary import FAILED, PAGE, REQUEST_SOURCES, SOURCE_WORDS, SOURCES
+from harness.words_and_colours import FAILED, PAGE, REQUEST_SOURCES, SOURCE_WORDS, SOURCES
 from sim.units import GIB
 
 _MOST_REQUESTS = 2_000  # rows of the table of requests; the files have them all

@@ -13,7 +13,7 @@ from harness.terminal import out, table_of
 from harness.verdict.latency_result import LatencyCheck
 from harness.verdict.measured import Cell, Statistics
 from harness.verdict.schema import Finding, ReconcileFile
-from harness.vocabulary import SOURCE_WORDS, ms
+from harness.words_and_colours import SOURCE_WORDS, ms
 
 
 def show_run(statistics: Statistics, reconciliation: ReconcileFile) -> None:

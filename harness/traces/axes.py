@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from harness.charting import Chart, layer, log_ticks, of
 from harness.traces.load import Loaded
-from harness.vocabulary import PAPER
+from harness.words_and_colours import PAPER
 
 
 def share_axis(title: str, top: float) -> Chart:

@@ -13,7 +13,7 @@ from harness.traces.axes import kv, nice_bound, rimmed, share_axis, sizes, token
 from harness.traces.curve import CurveRun
 from harness.traces.load import Loaded
 from harness.traces.surface import SurfaceRun
-from harness.vocabulary import (
+from harness.words_and_colours import (
     COMPUTED,
     DIM,
     GPU_HIT,

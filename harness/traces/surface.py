@@ -9,7 +9,7 @@ import numpy as np
 from harness.errors import InputError
 from harness.traces.load import Loaded, head, input_errors, share_of
 from harness.traces.serving import Serving, gpu_too_small, serial_curve, shared_assumptions
-from harness.vocabulary import SOURCES
+from harness.words_and_colours import SOURCES
 from sim.curves.capacity import spaced
 from sim.curves.stack import Curve
 from sim.curves.surface import Surface, surface

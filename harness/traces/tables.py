@@ -14,7 +14,7 @@ from harness.console import say
 from harness.files import replacing
 from harness.terminal import err, out, table_of
 from harness.traces.load import Progress, share_of
-from harness.vocabulary import SOURCES
+from harness.words_and_colours import SOURCES
 
 _MOST_PAIRS = 100
 """Pairs of a surface that are printed as text."""

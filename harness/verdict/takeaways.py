@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from harness.forecast.cliff import Cliff
 from harness.verdict.measured import ArmCell, Statistics
-from harness.vocabulary import SOURCES
+from harness.words_and_colours import SOURCES
 
 
 def takeaways_of(statistics: Statistics, pass_name: str, cliff: Cliff | None) -> dict[str, str]:

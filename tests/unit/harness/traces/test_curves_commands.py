@@ -26,7 +26,7 @@ from harness.traces.load import Loaded, TraceOptions, load
 from harness.traces.serving import Serving
 from harness.traces.surface import run_surface
 from harness.traces.tables import readable, write_csv
-from harness.vocabulary import PAPER
+from harness.words_and_colours import PAPER
 from sim.curves.capacity import Ruler, spaced
 from sim.curves.synthetic import random_trace
 from sim.curves.tree import build_tree

@@ -4,8 +4,8 @@ from itertools import combinations, product
 
 import pytest
 
-from harness import vocabulary
-from harness.vocabulary import (
+from harness import words_and_colours
+from harness.words_and_colours import (
     BASELINE_MARK,
     CONTROL_MARK,
     FAILED,
@@ -146,7 +146,7 @@ def test_no_colour_stands_outside_the_vocabulary() -> None:
         file
         for package in ("harness", "servers", "sim", "scripts")
         for file in (ROOT / package).rglob("*")
-        if file.suffix in kinds and file != ROOT / "harness" / "vocabulary.py"
+        if file.suffix in kinds and file != ROOT / "harness" / "words_and_colours.py"
     ]
     assert len(files) > 100
     by_number = re.compile(r"#(?:[0-9a-f]{8}|[0-9a-f]{6}|[0-9a-f]{3,4})\b(?!-)", re.I)
@@ -171,11 +171,11 @@ def test_every_class_of_request_has_its_words() -> None:
 
 
 def test_every_constant_of_the_vocabulary_is_used() -> None:
-    names = [name for name in vars(vocabulary) if name.isupper()]
+    names = [name for name in vars(words_and_colours) if name.isupper()]
     assert len(names) > 10
     texts = "\n".join(
         file.read_text(encoding="utf-8")
         for file in (ROOT / "harness").rglob("*.py")
-        if file.name != "vocabulary.py"
+        if file.name != "words_and_colours.py"
     )
     assert [name for name in names if not re.search(rf"\b{name}\b", texts)] == []

@@ -2,7 +2,7 @@
 
 No colour is written anywhere else. What is drawn on the page keeps 3:1 contrast on its light and on
 its dark ground (WCAG 2.2, 1.4.11), and what one chart tells apart by colour stays apart for every
-kind of colour blindness (``tests/unit/harness/test_vocabulary.py``).
+kind of colour blindness (``tests/unit/harness/test_words_and_colours.py``).
 """
 
 from dataclasses import dataclass
