@@ -74,7 +74,8 @@ class ModelArguments:
     """Whose KV it is."""
 
     model: Annotated[
-        str | None, typer.Option(help="Model folder, config.json or hub id: gives GiB.")
+        str | None,
+        typer.Option(help="Model folder, config.json or name on Hugging Face: gives GiB."),
     ] = None
     kv_dtype: Annotated[
         str, typer.Option(help="What the KV cache is kept in, e.g. bfloat16, fp8.")

@@ -37,7 +37,7 @@ class ModelSection(_Section):
     path: str = Field(
         default="tiny",
         description="`tiny`, a small model that kvcliff writes itself; a folder with config.json and "
-        "weights; or a hub id, which vLLM downloads",
+        "weights; or a name on Hugging Face, which vLLM downloads",
     )
     weights: Weights = Field(
         default="auto",
