@@ -48,9 +48,6 @@ class TraceArguments:
             help="Mooncake rows of a session hold what each turn adds, or whole prompts.",
         ),
     ] = None
-    full_blocks: Annotated[
-        bool, typer.Option("--full-blocks", help="Leave out blocks a prompt does not fill.")
-    ] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,6 @@ def trace_options(source: TraceArguments, starts: StartArguments | None = None) 
     return TraceOptions(
         block_tokens=source.block_tokens,
         deltas=source.deltas,
-        full_blocks=source.full_blocks,
         spread_hours=starts.spread_hours,
         seed=starts.seed,
         time_scale=starts.time_scale,

@@ -17,9 +17,11 @@ def compile_trace(
     if not output.name.endswith(compiled.SUFFIX):
         raise InputError(f"the output {str(output)!r} must end in {compiled.SUFFIX}")
     with input_errors():
-        tree = read_tree(path, options, progress)
-    notes = {"full_blocks": options.full_blocks, "from": Path(path).name}
+        tree, odd = read_tree(path, options, progress)
+    notes = {"from": Path(path).name}
     with replacing(output) as temporary:
         compiled.save(tree, temporary, notes=notes)
     loaded = load(str(output), TraceOptions())
-    return {**description(loaded), "output": str(output), "output_bytes": output.stat().st_size}
+    about = description(loaded)
+    about["warnings"] = [*odd, *about["warnings"]]
+    return {**about, "output": str(output), "output_bytes": output.stat().st_size}

@@ -108,7 +108,8 @@ def _curve_json(loaded: Loaded, found: Curve) -> dict[str, Any]:
         "requests": found.requests,
         "accesses": found.accesses,
         "ideal_hit_blocks": found.ideal,
-        "ideal_hit_share": share_of(found.ideal, found.accesses),
+        "prompt_tokens": found.prompt_tokens,
+        "ideal_hit_share": found.share(found.ideal),
     }
 
 
@@ -125,7 +126,7 @@ def _overlapping(loaded: Loaded, how: Serving, file: Path) -> tuple[Curve, int]:
 
 def _point(loaded: Loaded, found: Curve, blocks: int) -> dict[str, Any]:
     hits, tokens = found.at(blocks), blocks * loaded.ruler.block_tokens
-    share = share_of(hits, found.accesses)
+    share = found.share(hits)
     return {
         "gpu_blocks": blocks,
         "hit_blocks": hits,

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from harness.traces.load import Loaded, head, share_of
-from sim.curves.trace import counted_tokens
 
 
 def description(loaded: Loaded) -> dict[str, Any]:
@@ -19,12 +18,14 @@ def description(loaded: Loaded) -> dict[str, Any]:
         "sessions": len(requests.session_start_ns),
         "session_starts_known": loaded.starts_known,
         "prompt_tokens": int(requests.input_tokens.sum()),
-        "counted_tokens": int(counted_tokens(requests, blocks).sum()),
         "output_tokens": int(requests.output_tokens.sum()),
         "duration_s": int(np.ptp(arrivals)) / 1e9 if len(arrivals) else 0.0,
         "longest_request_blocks": loaded.longest_blocks,
         "median_request_blocks": float(np.median(blocks)) if len(blocks) else 0.0,
-        "ideal_hit_share": share_of(tree.n_accesses - tree.n_blocks, tree.n_accesses),
+        "ideal_hit_share": share_of(
+            (tree.n_accesses - tree.n_blocks) * requests.block_tokens,
+            int(requests.input_tokens.sum()),
+        ),
         "edges": len(tree.parent),
         "kv_bytes_per_token": loaded.ruler.bytes_per_token,
         "assumptions": list(loaded.assumptions),

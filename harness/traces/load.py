@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from harness.errors import InputError
 from harness.record.folder import PLAN_FILE, RunFolder
 from sim.curves import compiled, turns
@@ -15,7 +17,7 @@ from sim.curves.capacity import Ruler
 from sim.curves.formats import JOURNAL
 from sim.curves.readers import read_trace
 from sim.curves.sources import expected_bytes, files_of, left_out
-from sim.curves.trace import Ints, Requests
+from sim.curves.trace import Ints, Requests, Trace
 from sim.curves.tree import PrefixTree, build_tree
 from sim.errors import SpecError
 from sim.geometry import KvGeometry
@@ -33,14 +35,13 @@ class TraceOptions:
     """How a trace is taken; defaults are what is said in the assumptions.
 
     ``block_tokens``: for formats that do not carry one. ``deltas``: whether rows of a session are
-    turns of it, None where nobody said. ``full_blocks``: leave out blocks a prompt
-    does not fill. ``spread_hours``: start the sessions of a trace without start times over this
-    time, at random moments drawn from ``seed``. ``time_scale``: stretch the sessions' starts.
+    turns of it, None where nobody said. ``spread_hours``: start the sessions of a trace
+    without start times over this time, at random moments drawn from ``seed``. ``time_scale``:
+    stretch the sessions' starts.
     """
 
     block_tokens: int | None = None
     deltas: bool | None = None
-    full_blocks: bool = False
     spread_hours: float | None = None
     seed: int | None = None
     time_scale: float = 1.0
@@ -83,7 +84,7 @@ def load(
     with input_errors():
         _check(options)
         per_token = _bytes_per_token(model, kv_dtype)
-        tree = read_tree(path, options, progress)
+        tree, odd = read_tree(path, options, progress)
         starts_known = tree.requests.starts_known
         requests, spread = _started(tree.requests, options)
         tree = replace(tree, requests=requests)
@@ -98,7 +99,7 @@ def load(
         *_of_journal(requests, Path(path)),
         *_of_folder(Path(path)),
     )
-    warnings = (*_warnings(tree), *_not_read(Path(path)))
+    warnings = (*odd, *_not_read(Path(path)))
     return Loaded(tree, order, ruler, assumptions, warnings, starts_known)
 
 
@@ -143,16 +144,28 @@ def _check(options: TraceOptions) -> None:
         raise InputError(f"a spread of {hours} hours; it must be a number of at least 0")
 
 
-def read_tree(path: str, options: TraceOptions, progress: Progress | None) -> PrefixTree:
-    """The trace as it is, compiled or not: sessions without start times have none yet."""
+def read_tree(
+    path: str, options: TraceOptions, progress: Progress | None
+) -> tuple[PrefixTree, list[str]]:
+    """The trace's whole blocks, compiled or not, and what is odd about it.
+
+    A block that a prompt does not fill is left out, as vLLM never caches one. Sessions without
+    start times have none yet.
+    """
     file = Path(path)
     if path != "-" and compiled.is_compiled(file):
-        if (options.full_blocks, options.block_tokens, options.deltas) != (False, None, None):
+        if (options.block_tokens, options.deltas) != (None, None):
             raise InputError(
                 f"{path} is compiled: its blocks and prompts are fixed; compile the trace again "
                 "instead"
             )
-        return compiled.load(file)
+        tree = compiled.load(file)
+        if (tree.blocks_of_requests() > _whole_blocks(tree.requests)).any():
+            raise InputError(
+                f"{path} has blocks that its prompts do not fill, which an earlier kvcliff counted: "
+                "compile the trace again"
+            )
+        return tree, []
     total = expected_bytes(path)
     told = (lambda done, name: progress(done, total, name)) if progress else None
     trace = read_trace(
@@ -162,9 +175,11 @@ def read_tree(path: str, options: TraceOptions, progress: Progress | None) -> Pr
         asked_again=_asked_again(file),
         progress=told,
     )
-    if options.full_blocks:
-        trace = trace.without_partial_blocks()
-    return build_tree(trace)
+    return build_tree(trace.without_partial_blocks()), _too_long(trace)
+
+
+def _whole_blocks(requests: Requests) -> Ints:
+    return requests.input_tokens // requests.block_tokens
 
 
 def _asked_again(file: Path) -> bool:
@@ -200,16 +215,16 @@ def _started(requests: Requests, options: TraceOptions) -> tuple[Requests, str]:
     )
 
 
-def _warnings(tree: PrefixTree) -> tuple[str, ...]:
-    requests = tree.requests
+def _too_long(trace: Trace) -> list[str]:
+    requests = trace.requests
     most = -(-requests.input_tokens // requests.block_tokens)
-    too_long = int((tree.blocks_of_requests() > most).sum())
+    too_long = int((np.diff(trace.offsets) > most).sum())
     if not too_long:
-        return ()
-    return (
+        return []
+    return [
         f"{too_long} of {len(requests)} requests list more blocks than their prompt fills at "
-        f"{requests.block_tokens} tokens a block: is the block size right (--block-tokens)?",
-    )
+        f"{requests.block_tokens} tokens a block: is the block size right (--block-tokens)?"
+    ]
 
 
 def _bytes_per_token(model: Path | None, kv_dtype: str) -> float | None:

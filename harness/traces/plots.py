@@ -48,25 +48,25 @@ def cliff(
     mark_blocks: int | None = None,
     measured: Sequence[tuple[int, float]] = (),
 ) -> Chart:
-    """Share of the prompt blocks served from the GPU against its capacity, log x.
+    """Share of the prompt tokens served from the GPU against its capacity, log x.
 
     Shows the ceiling, the capacity for 95 % of it, ``mark_blocks``, "your GPU", and ``measured``
     points (GPU blocks, hit share). With a model the x axis carries GiB under the tokens.
     """
-    loaded, total = run.loaded, max(run.curve.accesses, 1)
-    block, ideal = loaded.ruler.block_tokens, run.curve.ideal / total
+    loaded, block = run.loaded, run.loaded.ruler.block_tokens
+    ideal = run.curve.share(run.curve.ideal) or 0.0
     knee = run.curve.capacity_for(TARGET) if run.curve.ideal else 0
     points = [_named(run, knee, f"{TARGET:.0%} of the ideal")] if knee else []
     if mark_blocks:
         points.append(_named(run, mark_blocks, "your GPU"))
     n_blocks = max(loaded.tree.n_blocks, 1)
     drawn = spaced(max(n_blocks // 5000, 1), n_blocks, _SAMPLES)
-    line = [{"tokens": c * block, "share": run.curve.at(c) / total}
+    line = [{"tokens": c * block, "share": run.curve.share(run.curve.at(c)) or 0.0}
             for c in sorted({*drawn, *(p["blocks"] for p in points)})]  # fmt: skip
     dots = [{"tokens": blocks * block, "share": share} for blocks, share in measured]
     top = nice_bound(max([ideal, *(dot["share"] for dot in dots)]))
     x = tokens_axis("GPU KV capacity", loaded, [row["tokens"] for row in [*line, *dots]])
-    y = share_axis("prompt blocks served from the GPU", top)
+    y = share_axis("prompt tokens served from the GPU", top)
     _place(points, line, x["scale"]["domain"], top)
     ceiling = {"share": ideal, "text": f"never evicting: {ideal:.1%}"}
     layers = [
@@ -102,13 +102,13 @@ def _about(loaded: Loaded, dots: Sequence[Any] = ()) -> str:
 
 
 def _named(run: CurveRun, blocks: int, name: str) -> Chart:
-    share = run.curve.at(blocks) / max(run.curve.accesses, 1)
+    share = run.curve.share(run.curve.at(blocks)) or 0.0
     tokens = blocks * run.loaded.ruler.block_tokens
     return {
         "blocks": blocks,
         "tokens": tokens,
         "share": share,
-        "text": [name, f"{share:.1%} of blocks", *sizes(run.loaded, tokens)],
+        "text": [name, f"{share:.1%} of tokens", *sizes(run.loaded, tokens)],
     }
 
 
@@ -183,7 +183,7 @@ def sources(run: SurfaceRun) -> Chart:
     points = [point for point in points if point["host_blocks"] > 0]
     if not points:
         raise InputError("the surface has no host capacity above 0 to plot")
-    total = max(run.surface.counted_tokens, 1)
+    total = max(run.surface.prompt_tokens, 1)
     rows = [
         {"tokens": tokens, "source": source.word, "order": order,
          "share": point[f"{source.field}_tokens"] / total}
@@ -223,7 +223,7 @@ def heat_map(run: SurfaceRun) -> Chart:
     cells = [
         {"x": gpu[p["gpu_blocks"] * block][0], "x2": gpu[p["gpu_blocks"] * block][1],
          "y": host[p["host_blocks"] * block][0], "y2": host[p["host_blocks"] * block][1],
-         "served": (p["gpu_hit_tokens"] + p["host_loaded_tokens"]) / run.surface.counted_tokens}
+         "served": (p["gpu_hit_tokens"] + p["host_loaded_tokens"]) / run.surface.prompt_tokens}
         for p in points
     ]  # fmt: skip
     x = tokens_axis("GPU KV capacity", loaded, [end for pair in gpu.values() for end in pair])
@@ -243,7 +243,7 @@ def heat_map(run: SurfaceRun) -> Chart:
     rects = layer(_overlapping(cells, x, y), {"type": "rect", "clip": True}, x=x, y=y,
                    x2={"field": "x2"}, y2={"field": "y2"}, color=served)  # fmt: skip
     gpu_alone, host_alone = run.alone()
-    target = TARGET * gpu_alone.ideal * gpu_alone.unit_tokens / run.surface.counted_tokens
+    target = TARGET * gpu_alone.ideal * gpu_alone.unit_tokens / run.surface.prompt_tokens
     ends = [max(min(gpu.values())[0], min(host.values())[0]),
             min(max(gpu.values())[1], max(host.values())[1])]  # fmt: skip
     equal = layer([{"x": end, "y": end} for end in ends if ends[0] < ends[1]],

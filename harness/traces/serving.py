@@ -31,7 +31,8 @@ def shared_assumptions(loaded: Loaded, how: Serving) -> list[str]:
         else "no last-token rule: a prompt found whole is a hit to its last block"
     )
     said = [
-        "every id of a request is one whole block; tokens behind the last id are always computed",
+        "shares are of the prompt tokens; those behind the last whole block that is listed are always "
+        "computed, and that block takes no room",
         last,
         "prefill_speedup_upper_bound = 1 / (1 − hit share): a bound, decode and queueing gain less",
     ]

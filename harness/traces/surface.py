@@ -90,7 +90,6 @@ def _surface_json(
         "accesses": found.accesses,
         "chunk_tokens": found.chunk_tokens,
         "prompt_tokens": found.prompt_tokens,
-        "counted_tokens": found.counted_tokens,
         "points": points,
         "assumptions": [*loaded.assumptions, *_surface_assumptions(loaded, how, found)],
         "warnings": [*loaded.warnings, *gpu_too_small(loaded, gpu_blocks), *_useless_host(points)],
@@ -112,7 +111,7 @@ def _pair(
     hit, loaded_tokens = int(found.gpu_hit_tokens[i, j]), int(found.host_loaded_tokens[i, j])
     block = loaded.ruler.block_tokens
     loaded_blocks, rest = divmod(loaded_tokens, block)
-    computed = found.counted_tokens - hit - loaded_tokens
+    computed = found.prompt_tokens - hit - loaded_tokens
     return {
         "gpu_blocks": gpu_blocks,
         "host_blocks": host_blocks,
@@ -124,7 +123,7 @@ def _pair(
         "computed_tokens": computed,
         "gpu_gib": loaded.ruler.gib(gpu_blocks * block),
         "host_gib": loaded.ruler.gib(host_blocks * block),
-        "computed_share": share_of(computed, found.counted_tokens),
+        "computed_share": share_of(computed, found.prompt_tokens),
     }
 
 
@@ -136,8 +135,6 @@ def _surface_assumptions(loaded: Loaded, how: Serving, found: Surface) -> list[s
         "whatever the GPU holds (LMCache 0.5.6): no victim cache",
         "the host tier's watermark is not applied: LMCache's MP server of C chunks lies between "
         "0.64 C and 0.8 C here",
-        "the sources sum to counted_tokens, where a listed block counts whole; prompt_tokens is "
-        "what the prompts say they have",
         *shared_assumptions(loaded, how),
     ]
 

@@ -83,7 +83,8 @@ def concurrent_curve(
         compiled=runs_compiled(len(ordered) * 60, compiled),
     )
     hits = np.cumsum(np.cumsum(diff, out=diff), out=diff)
-    return Curve(hits[:-1], int(blocks.sum()), len(tree.requests), unit), int(peak)
+    n, tokens = len(tree.requests), int(tree.requests.input_tokens.sum())
+    return Curve(hits[:-1], int(blocks.sum()), n, unit, tokens), int(peak)
 
 
 def _check(events: Ints, n_requests: int) -> None:

@@ -22,13 +22,15 @@ class Curve:
     """``hits[C]`` for every capacity C from 0 to the last one that changes anything.
 
     Hits and capacities in units of ``unit_tokens`` tokens; ``accesses`` is what was looked up, in
-    the same units, by the ``requests`` counted (those after the warm-up).
+    the same units, by the ``requests`` counted (those after the warm-up), whose prompts have
+    ``prompt_tokens`` in all.
     """
 
     hits: Ints
     accesses: int
     requests: int
     unit_tokens: int
+    prompt_tokens: int
 
     def at(self, capacity: int) -> int:
         """Hits at ``capacity`` units; beyond the last entry nothing changes."""
@@ -40,6 +42,10 @@ class Curve:
     def ideal(self) -> int:
         """Hits of a cache that never evicts."""
         return int(self.hits[-1])
+
+    def share(self, hits: int) -> float | None:
+        """The share of the prompt tokens that ``hits`` are; None where there are no tokens."""
+        return hits * self.unit_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     def capacity_for(self, share: float) -> int:
         """Smallest capacity with at least ``share`` of the ideal hits; 0 where there are none."""
@@ -88,7 +94,9 @@ def curve(
     # Once cumulated it counts the hits at each stack distance, twice those up to it.
     hits = diff[: farthest + 1]
     np.cumsum(np.cumsum(hits, out=hits), out=hits)
-    return Curve(hits, int(blocks[order[first:]].sum()), n - first, unit)
+    counted = order[first:]
+    accesses, tokens = (int(x[counted].sum()) for x in (blocks, tree.requests.input_tokens))
+    return Curve(hits, accesses, n - first, unit, tokens)
 
 
 def order_of(tree: PrefixTree, order: Ints | None) -> Ints:

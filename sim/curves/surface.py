@@ -14,19 +14,17 @@ import numpy as np
 from sim.curves.jit import read_only, run, runs_compiled
 from sim.curves.kernels.surface import stack_surface
 from sim.curves.stack import first_counted, hit_caps, in_units, order_of
-from sim.curves.trace import Ints, counted_tokens
+from sim.curves.trace import Ints
 from sim.curves.tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """Token counts of shape (GPU capacities, host capacities), out of ``counted_tokens``.
+    """Token counts of shape (GPU capacities, host capacities), out of ``prompt_tokens``.
 
     Capacities in GPU blocks of ``gpu_tokens`` and host chunks of ``chunk_tokens``, ascending.
-    Computed tokens are the rest, partial blocks and chunks included. A block that is listed counts
-    whole, so ``counted_tokens`` exceeds ``prompt_tokens``, the prompts' own sum, where the format
-    lists blocks that a prompt does not fill (Mooncake). Both, and ``accesses``, the blocks of the
-    trace looked up, are of the ``requests`` counted.
+    Computed tokens are the rest, partial blocks and chunks included. ``prompt_tokens``, and
+    ``accesses``, the blocks of the trace looked up, are of the ``requests`` counted.
     """
 
     gpu_blocks: Ints
@@ -36,7 +34,6 @@ class Surface:
     gpu_hit_tokens: Ints
     host_loaded_tokens: Ints
     prompt_tokens: int
-    counted_tokens: int
     accesses: int
     requests: int
 
@@ -65,7 +62,7 @@ def surface(
     first = first_counted(len(order), warm_up)
     table = np.zeros((len(gpu_edges) + 1) * (len(host_edges) + 1), dtype=np.int64)
     blocks = tree.blocks_of_requests()
-    length = blocks * tree.requests.block_tokens
+    length = np.minimum(blocks * tree.requests.block_tokens, tree.requests.input_tokens)
     fenwicks = [np.zeros(len(order) + 1, dtype=np.int64) for _ in range(2)]
     buffers = [np.zeros(len(tree.parent) + 1, dtype=np.int64) for _ in range(7)]
     run(
@@ -78,11 +75,10 @@ def surface(
         compiled=runs_compiled(20 * len(order) + len(tree.parent), compiled),
     )
     counted = order[first:]
-    totals = (tree.requests.input_tokens, counted_tokens(tree.requests, blocks), blocks)
-    prompt, whole, accesses = (int(total[counted].sum()) for total in totals)
+    prompt, accesses = (int(x[counted].sum()) for x in (tree.requests.input_tokens, blocks))
     on_gpu, loaded = _split(table.reshape(len(gpu_edges) + 1, len(host_edges) + 1))
     return Surface(gpu_edges, host_edges, gpu, chunk, on_gpu, loaded, prompt_tokens=prompt,
-                   counted_tokens=whole, accesses=accesses, requests=len(counted))  # fmt: skip
+                   accesses=accesses, requests=len(counted))  # fmt: skip
 
 
 def _capacities(values: Sequence[int], tier: str) -> Ints:

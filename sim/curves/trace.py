@@ -112,12 +112,6 @@ class Trace:
         return Trace(self.requests, kept, offsets_of(counts))
 
 
-def counted_tokens(requests: Requests, blocks: Ints) -> Ints:
-    """Tokens of each prompt with all its listed ``blocks`` whole; no less than it says it has."""
-    tokens: Ints = np.maximum(requests.input_tokens, blocks * requests.block_tokens)
-    return tokens
-
-
 def check_totals(requests: Requests, blocks: Ints, where: Callable[[int], str]) -> None:
     """Raise TraceError if sums of tokens might not fit 64 bits; ``where`` names a request.
 

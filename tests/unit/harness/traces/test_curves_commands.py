@@ -27,8 +27,9 @@ from harness.traces.serving import Serving
 from harness.traces.surface import run_surface
 from harness.traces.tables import readable, write_csv
 from harness.words_and_colours import PAPER
+from sim.curves import compiled
 from sim.curves.capacity import Ruler, spaced
-from sim.curves.synthetic import random_trace
+from sim.curves.synthetic import random_trace, trace_of
 from sim.curves.tree import build_tree
 from tests.places import ROOT
 
@@ -86,7 +87,7 @@ def test_a_trace_of_an_empty_prompt_has_no_hits_and_no_shares(tmp_path: Path) ->
     for path in (tmp_path / "t.jsonl", output):
         content = curve_json(str(path), "0,5", targets=[0.95], policies=["arc", "belady"])
         assert [point["hit_blocks"] for point in content["points"]] == [0, 0]
-        assert content["ideal_hit_share"] is None
+        assert content["ideal_hit_share"] == 0
         (pair,) = run_surface(load(str(path), TraceOptions()), Serving(), gpu="1", host="1").json[
             "points"
         ]
@@ -219,22 +220,44 @@ def test_surface_json_by_hand(trace: str) -> None:
                      (6, 6, 4, 0)]  # fmt: skip
     for point in content["points"]:
         tokens = [point[f"{s}_tokens"] for s in ("gpu_hit", "host_loaded", "computed")]
-        assert sum(tokens) == content["counted_tokens"] == content["prompt_tokens"] == 5120
+        assert sum(tokens) == content["prompt_tokens"] == 5120
 
 
-def test_listed_blocks_count_whole_and_both_totals_are_named(tmp_path: Path) -> None:
-    # Four blocks listed, 100 tokens of the last one: 1,636 tokens said, 2,048 counted.
+def test_shares_are_of_the_prompt_tokens_in_curve_and_surface(tmp_path: Path) -> None:
+    # Ten prompts of 100,000 tokens, of which three blocks of 512 are named: nine of them find
+    # 1,536 tokens each, 1.3824 % of 1,000,000.
+    rows = [{"timestamp": i, "input_length": 100_000, "hash_ids": [1, 2, 3]} for i in range(10)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load(str(path), TraceOptions())
+    content = run_curve(loaded, Serving(), at="3").json
+    (point,) = content["points"]
+    assert point["hit_share"] == content["ideal_hit_share"] == pytest.approx(0.013824)
+    assert point["share_of_ideal"] == 1.0
+    assert point["prefill_speedup_upper_bound"] == pytest.approx(1 / (1 - 0.013824))
+    (pair,) = run_surface(loaded, Serving(), gpu="3", host="0").json["points"]
+    assert 1 - pair["computed_share"] == pytest.approx(0.013824)
+    assert description(loaded)["ideal_hit_share"] == pytest.approx(0.013824)
+
+
+def test_a_block_that_a_prompt_does_not_fill_is_none(tmp_path: Path) -> None:
+    # Four blocks listed, 100 tokens of the last one: three are whole, and vLLM caches no other.
     row = ROWS[0] | {"input_length": 3 * 512 + 100}
-    (tmp_path / "t.jsonl").write_text(json.dumps(row))
-    described = description(load(str(tmp_path / "t.jsonl"), TraceOptions()))
-    loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
-    content = run_surface(loaded, Serving(), gpu="1", host="1").json
-    for found in (described, content):
-        assert (found["prompt_tokens"], found["counted_tokens"]) == (1636, 2048)
-    assert any("counted_tokens" in said for said in content["assumptions"])
-    whole = load(str(tmp_path / "t.jsonl"), TraceOptions(full_blocks=True))
-    content = run_surface(whole, Serving(), gpu="1", host="1").json
-    assert (content["prompt_tokens"], content["counted_tokens"]) == (1636, 1636)
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(row | {"timestamp": t}) + "\n" for t in (0, 1)))
+    loaded = load(str(path), TraceOptions())
+    (point,) = run_curve(loaded, Serving(), at="9").json["points"]
+    assert point["hit_blocks"] == 3
+    assert point["hit_share"] == 3 * 512 / 3272
+    (pair,) = run_surface(loaded, Serving(), gpu="9", host="9").json["points"]
+    assert (pair["gpu_hit_tokens"], pair["computed_tokens"]) == (1536, 1636 + 100)
+
+
+def test_a_compiled_trace_with_blocks_not_filled_is_to_be_compiled_again(tmp_path: Path) -> None:
+    trace = trace_of([[1, 2]], input_tokens=[17])
+    compiled.save(build_tree(trace), tmp_path / "t.kvtrace.npz")
+    with pytest.raises(InputError, match="an earlier kvcliff counted: compile the trace again"):
+        load(str(tmp_path / "t.kvtrace.npz"), TraceOptions())
 
 
 def test_requests_that_warm_the_tiers_are_in_no_count(trace: str) -> None:
@@ -246,7 +269,7 @@ def test_requests_that_warm_the_tiers_are_in_no_count(trace: str) -> None:
     ):
         assert (content["requests"], content["accesses"]) == (1, 4)
         assert content["points"][0]["hit_blocks"] == 4
-    assert (content["prompt_tokens"], content["counted_tokens"]) == (2048, 2048)
+    assert content["prompt_tokens"] == 2048
 
 
 def test_a_hosts_capacity_holds_whole_chunks(trace: str) -> None:
@@ -276,11 +299,10 @@ def test_compile_describe_and_curve_agree(trace: str, tmp_path: Path) -> None:
 def test_a_compiled_trace_cannot_change_its_blocks(trace: str, tmp_path: Path) -> None:
     output = tmp_path / "t.kvtrace.npz"
     compile_trace(trace, output, TraceOptions())
-    for options in (TraceOptions(full_blocks=True), TraceOptions(block_tokens=16)):
-        with pytest.raises(
-            InputError, match="its blocks and prompts are fixed; compile the trace again"
-        ):
-            load(str(output), options)
+    with pytest.raises(
+        InputError, match="its blocks and prompts are fixed; compile the trace again"
+    ):
+        load(str(output), TraceOptions(block_tokens=16))
     with pytest.raises(InputError, match=r"must end in \.kvtrace\.npz"):
         compile_trace(trace, tmp_path / "t.npz", TraceOptions())
 
@@ -408,7 +430,7 @@ def test_the_text_of_a_mark_low_on_the_curve_stands_above_it_inside_the_plot(
     chart = plots.cliff(run_curve(load(str(path), TraceOptions()), Serving()), mark_blocks=10)
     marks = [part["mark"] for part in chart["layer"] if "your GPU" in part["mark"].get("text", ())]
     (mark,) = marks
-    assert mark["text"] == ["your GPU", "0.0% of blocks", "5.12k tokens"]
+    assert mark["text"] == ["your GPU", "0.0% of tokens", "5.12k tokens"]
     assert 0 < mark["y"] <= HEIGHT - 3 * mark["lineHeight"]
     assert mark["align"] == "left"
 
@@ -425,7 +447,7 @@ def test_plots_are_files_of_their_kind(loaded: Loaded, tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     save(chart, tmp_path / "c.svg")
     svg = (tmp_path / "c.svg").read_text()
-    for text in ("your GPU", "10.0% of blocks", "1.54k tokens", "95% of the ideal", "3.07k tokens",
+    for text in ("your GPU", "10.0% of tokens", "1.54k tokens", "95% of the ideal", "3.07k tokens",
                  "never evicting: 40.0%", "GiB"):  # fmt: skip
         assert text in svg
 
@@ -477,7 +499,7 @@ def test_a_map_whose_tokens_are_mostly_computed_has_contours_and_labels_too(
     tmp_path: Path,
 ) -> None:
     # One block of sixty comes back, past twenty others: 1.7 % of the tokens.
-    rows = [ROWS[0] | {"hash_ids": [first, *range(100 * i + 10, 100 * i + 29)], "timestamp": i}
+    rows = [ROWS[0] | {"input_length": 20 * 512, "hash_ids": [first, *range(100 * i + 10, 100 * i + 29)], "timestamp": i}
             for i, first in enumerate((1, 2, 1))]  # fmt: skip
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = load(str(tmp_path / "t.jsonl"), TraceOptions())
@@ -652,8 +674,8 @@ def test_scripts_get_the_promised_fields(kvcliff: Callable[..., Any], trace: str
 def test_turns_of_a_conversation_are_joined_where_the_user_says_they_are_turns(
     kvcliff: Callable[..., Any], tmp_path: Path
 ) -> None:
-    # 1,536 + 513 generated + 512 new: 2,561 tokens in 6 blocks, 3 of them hit; a GPU that keeps the
-    # answer's one whole block finds a fourth.
+    # 1,536 + 513 generated + 512 new: 2,561 tokens in 5 whole blocks, 3 of them hit; a GPU that keeps
+    # the answer's one whole block finds a fourth.
     turns = str(tmp_path / "turns.jsonl")
     rows = [
         {"session_id": "a", "timestamp": 0, "input_length": 1536, "output_length": 513,
@@ -665,7 +687,7 @@ def test_turns_of_a_conversation_are_joined_where_the_user_says_they_are_turns(
         kvcliff("curve", turns)
     assert kvcliff("curve", turns, "--no-deltas")["accesses"] == 4
     content = kvcliff("curve", turns, "--deltas", "--gpu", "100")
-    assert (content["accesses"], content["points"][0]["hit_blocks"]) == (9, 3)
+    assert (content["accesses"], content["points"][0]["hit_blocks"]) == (8, 3)
     assert any("finds up to 1 more" in said for said in content["assumptions"])
     with pytest.raises(InputError, match="here later turns do"):
         kvcliff("curve", turns, "--deltas", "--decode")

@@ -66,7 +66,7 @@ def test_the_smallest_capacity_for_a_share_of_the_ideal() -> None:
     assert [found.capacity_for(share) for share in (0.01, 0.25, 0.26, 0.75, 1.0)] == [1, 1, 2, 3, 4]
     assert curve(tree_of([[1], [2]])).capacity_for(0.95) == 0
     # In binary 0.07 × 100 is a little more than 7, and 0.29 × 100 a little less than 29.
-    assert Curve(np.arange(101), 200, 10, 16).capacity_for(0.07) == 7
+    assert Curve(np.arange(101), 200, 10, 16, 3200).capacity_for(0.07) == 7
     assert curve(tree_of([[1]] * 100), warm_up=0.29).requests == 71
     for share in (0, -1, 1.01, float("nan")):
         with pytest.raises(ValueError, match=r"it must be a share in \(0, 1\]"):
@@ -202,12 +202,12 @@ def test_the_reference_itself_by_hand() -> None:
 
 
 def test_bands_by_hand() -> None:
-    found = Curve(np.arange(101), 200, 10, 16)  # C hits at capacity C
+    found = Curve(np.arange(101), 200, 10, 16, 3200)  # C hits at capacity C
     assert bands.watermark(found, 100) == (64, 80)
     assert bands.watermark(found, 99) == (63, 79)  # 63.36 and 79.2 chunks
     assert bands.partial_tail(found, 50) == (49, 50)
     assert bands.partial_tail(found, 0) == (0, 0)
-    lower = Curve(np.arange(101) // 2, 200, 10, 16)
+    lower = Curve(np.arange(101) // 2, 200, 10, 16, 3200)
     assert bands.in_process(lower, found, 50) == bands.in_process(found, lower, 50)
     assert bands.in_process(lower, found, 50) == (25, 50)
 
