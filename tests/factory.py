@@ -81,7 +81,7 @@ def make_record(**changed: Any) -> dict[str, Any]:
         "server_ttft_ms": 99.0, "first_byte_ms": first_byte, "settle_ms": 20.0, "conn_reused": True,
         "finish_reason": "length", "complete": True, "error": None, "unattributed": None,
         "output_sha256": "aa", "counters_before": {name: (seq - 1) * value for name, value in moved.items()},
-        "counters_after": {name: seq * value for name, value in moved.items()}, "sent_unix_ns": 1,
+        "counters_after": {name: seq * value for name, value in moved.items()}, "sent_unix_ns": seq * 150_000_000,
     }  # fmt: skip
     return {**record, **changed}
 

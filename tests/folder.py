@@ -89,21 +89,24 @@ def _record(
             "phase": "warmup" if pass_name == "warmup" else "measure",
             "computed": 8 if is_loaded else 520, "host_loaded": 512 if is_loaded else 0,
             "server_ttft_ms": ms / 2, "output_sha256": f"{pass_name}{doc}",
-            "sent_unix_ns": 1_767_225_600_000_000_000 + (position * 100 + seq) * 1_000_000_000,
+            "sent_unix_ns": 1_767_225_600_000_000_000 + position * 100 * 1_000_000_000,
         }
     )  # fmt: skip
     return {**record, **_host(record, is_loaded=is_loaded)} if arm == "lmcache" else record
 
 
 def _following(last: dict[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
-    """``record`` with a server's counters: they go on from one request to the next."""
+    """``record`` with a server's counters and clock: they go on from one request to the next."""
     moved = {
         name: value - record["counters_before"][name]
         for name, value in record["counters_after"].items()
     }
     before = last["counters_after"] if last else dict.fromkeys(moved, 0)
     after = {name: before[name] + value for name, value in moved.items()}
-    return {**record, "counters_before": before, "counters_after": after}
+    sent = record["sent_unix_ns"]
+    if last:  # 5 ms after the one before had settled
+        sent = last["sent_unix_ns"] + round(1e6 * (last["total_ms"] + last["settle_ms"] + 5))
+    return {**record, "counters_before": before, "counters_after": after, "sent_unix_ns": sent}
 
 
 def _host(record: dict[str, Any], *, is_loaded: bool) -> dict[str, Any]:

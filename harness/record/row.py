@@ -18,8 +18,11 @@ SCHEMA: Final = 2
 # No Literal, which would take 2.0 for 2.
 Version = Annotated[int, Field(ge=SCHEMA, le=SCHEMA)]
 
-Count = Annotated[int, Field(ge=0)]
-"""Of tokens, bytes, documents, nanoseconds or other whole things."""
+# 2**53: what a JSON number holds exactly in every reader.
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""Of tokens, bytes, documents or other whole things."""
+
+UnixNanoseconds = Annotated[int, Field(ge=0, lt=2**63)]
 
 # 1e9 ms are eleven days: beyond that it is no duration, and sums of such overflow.
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -72,7 +75,9 @@ class Sample(Record):
     complete: bool = Field(description="all asked-for tokens, finish_reason and [DONE] arrived")
     error: str | None = Field(description="why the answer is incomplete")
     unattributed: str | None = Field(description="why the token sources are null")
-    sent_unix_ns: Count = Field(description="wall clock when sent; a label, never subtracted")
+    sent_unix_ns: UnixNanoseconds = Field(
+        description="wall clock when sent; a label, never subtracted"
+    )
 
     @property
     def key(self) -> Key:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from harness.counters.tiers.registry import refused_chunks
 from harness.record.row import Row
 from harness.verdict.reconcile import Reconciled
+from harness.verdict.times import Times
 
 
 @dataclass(slots=True)
@@ -144,6 +145,7 @@ class Account:
     reconnected: Found = field(default_factory=Found)
     too_fast: Found = field(default_factory=Found)
     outputs: Outputs = field(default_factory=Outputs)
+    times: Times = field(default_factory=Times)
     sessions: dict[str, SessionAccount] = field(default_factory=lambda: defaultdict(SessionAccount))
     passes: dict[tuple[str, str], PassAccount] = field(
         default_factory=lambda: defaultdict(PassAccount)
@@ -182,6 +184,7 @@ class Account:
     def _add_row(self, request: Reconciled, row: Row) -> None:
         self.chunk_bytes = self.chunk_bytes or row.chunk_bytes
         self.outputs.add(row)
+        self.times.add(row)
         if not row.complete:
             self.failed.add(request)
         if not row.is_attributed:

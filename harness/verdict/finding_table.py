@@ -37,10 +37,11 @@ class Texts(NamedTuple):
 
 
 def _row(code: str, severity: Severity) -> Callable[[Callable[P, Texts]], Callable[P, Finding]]:
-    """Make a row of the function below: it is called for the finding, its docstring is ``says``."""
+    """Make a row of the function below: it is called for the finding, its docstring begins with ``says``."""
 
     def entered(texts: Callable[P, Texts]) -> Callable[P, Finding]:
-        kind = Kind(Code(code), severity, (texts.__doc__ or "").partition("\n")[0])
+        says = " ".join((texts.__doc__ or "").partition("\n\n")[0].split())
+        kind = Kind(Code(code), severity, says)
         assert kind.code not in {other.code for other in TABLE}
         TABLE.append(kind)
 
@@ -223,6 +224,21 @@ def ledgers_disagree(disagreeing: Found) -> Texts:
         f"first {disagreeing.name}: {disagreeing.row.disagreement}",
         "a load that failed, or a counter of one of them that means something else",
         "read both server logs around that request; the versions are in manifest.json",
+    )
+
+
+@_row("times-disagree", "error")
+def times_disagree(what: str) -> Texts:
+    """Times contradict: a request was sent 50 ms or more before the one before it had settled, a
+    TTFT is below half the server's own or above twice that and a second more, a session's
+    requests took less than the time between them and that is over 250 ms each, or some lie more
+    than 2 s outside the time in which its servers ran.
+    """
+    return Texts(
+        what,
+        "a journal or manifest.json was changed, or while the session was measured the clock was "
+        "set or the machine slept",
+        "restore the files, or measure the session again",
     )
 
 

@@ -29,6 +29,7 @@ def findings_of(run: Reconciliation, account: Account) -> list[Finding]:
             for session, seen in account.sessions.items()
             if seen.dropped_chunks
         ),
+        *map(table.times_disagree, account.times.problems(run.manifest.sessions)),
         *_client(account),
         *map(table.torn_journal, run.notes),
     ]

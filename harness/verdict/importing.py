@@ -18,7 +18,7 @@ from harness.plan.rule import DecisionSection
 from harness.record.folder import RECONCILE_FILE, ROWS_FILE, SUMMARY_FILE, RunFolder
 from harness.record.manifest import Manifest, utc_now
 from harness.record.row import SCHEMA as RECORD_SCHEMA
-from harness.record.row import Sample
+from harness.record.row import Count, Milliseconds, Sample, UnixNanoseconds
 from harness.record.seals import check_sealed, file_digest
 from harness.verdict.account import PassAccount
 from harness.verdict.decision import decide
@@ -29,10 +29,6 @@ from harness.verdict.schema import ReconcileFile, Summary
 from harness.verdict.stats import summarize
 from sim.split import USUAL_UNITS, Units
 from sim.workload import WARMUP_PASS
-
-# 2**53: what a JSON number holds exactly in every reader.
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 def _plain(text: str) -> str:
@@ -71,7 +67,7 @@ class ForeignRow(BaseModel):
     error: str | None = None
     ok: Any = None
     run: Any = None
-    sent_unix_ns: Annotated[int, Field(ge=0, lt=2**63)] = 0  # nanoseconds are beyond 2**53
+    sent_unix_ns: UnixNanoseconds = 0
 
     @property
     def has_failed(self) -> bool:

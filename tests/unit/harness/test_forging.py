@@ -14,7 +14,7 @@ from harness.files import write_json
 from harness.record.folder import RunFolder
 from harness.verdict.importing import import_rows
 from harness.verdict.publish import publish
-from tests.folder import seal, write_run
+from tests.folder import helps, seal, write_run
 
 Edit = Callable[[Path], None]
 READERS = ("summarize", "reconcile", "report", "compare", "latency", "export")
@@ -22,10 +22,14 @@ READERS = ("summarize", "reconcile", "report", "compare", "latency", "export")
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = write_run(tmp_path_factory.mktemp("honest"))
+    run = write_run(tmp_path_factory.mktemp("honest"), ttft=ten_times_slower)
     for each in (run, write_run(run.parent, "20260101T000001Z-other")):
         publish(RunFolder(each))
     return run
+
+
+def ten_times_slower(position: int, arm: str, pass_name: str, doc: int) -> float:
+    return 10 * helps(position, arm, pass_name, doc)
 
 
 def read(reader: str, run: Path, out: Path) -> int:
@@ -77,6 +81,21 @@ def in_text(file: str, before: str, after: str) -> Edit:
 
 def removed(file: str) -> Edit:
     return lambda run: (run / file).unlink()
+
+
+def in_rows(pattern: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Edit:
+    def edit(run: Path) -> None:
+        journals = sorted(run.glob(pattern))
+        assert journals
+        for path in journals:
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            path.write_text("".join(json.dumps(row | change(row)) + "\n" for row in rows))
+
+    return edit
+
+
+def times(factor: float, *names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda row: {name: row[name] * factor for name in names}
 
 
 def from_other(file: str) -> Edit:
@@ -139,8 +158,13 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "GPUs have no name": (in_manifest(gpus=[{}]), "gpus"),
     "there are no sessions": (in_manifest(sessions=[]), "sessions"),
     "a source is another": (in_text(JOURNAL, '"computed": 8,', '"computed": 9,'), "computed is 9"),
+    "a document's number is beyond counting": (in_text(JOURNAL, '"doc": 1,', f'"doc": {10**30},'), "doc"),
+    "a request was sent at no time": (
+        in_rows(JOURNAL, lambda _: {"sent_unix_ns": 2**63}),
+        "sent_unix_ns",
+    ),
     "a time is longer than the whole": (
-        in_text(JOURNAL, '"ttft_ms": 10.0', '"ttft_ms": 100.0'),
+        in_text(JOURNAL, '"ttft_ms": 100.0', '"ttft_ms": 1000.0'),
         "more than total_ms",
     ),
 }  # fmt: skip
@@ -156,6 +180,66 @@ def test_every_reader_refuses_a_run_of_which(
     for reader in READERS:
         code = read(reader, run, tmp_path)
         assert (reader, code, said in capsys.readouterr().err) == (reader, 2, True)
+
+
+CLIENTS = ("ttft_ms", "total_ms", "first_byte_ms")
+EVERY_TIME = (*CLIENTS, "server_ttft_ms", "settle_ms")
+ENDED = "2026-01-01T00:00:01+00:00"
+NAMED: dict[str, tuple[Edit, str]] = {
+    "the tier is slower": (in_rows("*-lmcache.jsonl", times(10, *CLIENTS)), "times-disagree"),
+    "the baseline is slower by every account": (
+        in_rows("*-baseline.jsonl", times(10, *EVERY_TIME)),
+        "times-disagree",
+    ),
+    "the tier is faster": (in_rows("*-lmcache.jsonl", times(0.1, *CLIENTS)), "times-disagree"),
+    "the tier is faster by every account": (
+        in_rows("*-lmcache.jsonl", times(0.1, *EVERY_TIME)),
+        "times-disagree",
+    ),
+    "requests were sent a day ago": (
+        in_rows(JOURNAL, lambda row: {"sent_unix_ns": row["sent_unix_ns"] - 86_400 * 10**9}),
+        "times-disagree",
+    ),
+    "a server had ended before": (in_session(ended=ENDED), "times-disagree"),
+    "a server started later": (in_session(started="2026-01-02T00:00:00+00:00"), "times-disagree"),
+    "the predictions are others, sealed again": (
+        both(in_text("prediction.jsonl", '"computed": 520', '"computed": 8'), seal),
+        "residual",
+    ),
+    "predictions are missing, sealed again": (
+        both(lambda run: cut(run / "prediction.jsonl"), seal),
+        "missing-predictions",
+    ),
+    "the last row is missing": (lambda run: cut(run / JOURNAL), "missing-requests"),
+    "a journal is missing": (removed(JOURNAL), "missing-requests"),
+    "an output is another": (
+        in_rows(JOURNAL, lambda row: {"output_sha256": f"{row['output_sha256']}x"}),
+        "outputs-differ",
+    ),
+    "a server had another GPU tier": (
+        in_session(facts={"vllm_version": "0.32.0", "num_gpu_blocks": 99, "block_size": 32}),
+        "servers-unlike-plan",
+    ),
+    "nobody knows the servers": (in_manifest(sessions={}), "servers-unlike-plan"),
+}
+
+
+def cut(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]), encoding="utf-8")
+
+
+@pytest.mark.parametrize("edited", NAMED)
+def test_a_check_names_a_run_of_which(
+    edited: str, honest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(honest, tmp_path)
+    edit, code = NAMED[edited]
+    edit(run)
+    assert read("reconcile", run, tmp_path) == 1
+    assert code in capsys.readouterr().err
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    assert summary["decision"]["verdict"] == "not decided"
 
 
 @pytest.mark.parametrize("is_imported", [False, True])
@@ -190,7 +274,7 @@ def refused_by_storage(path: Path, _content: Any) -> None:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (in_text("ttft.jsonl", '"ttft_ms": 10.0', '"ttft_ms": 1.0'), "was changed after"),
+        (in_text("ttft.jsonl", '"ttft_ms": 100.0', '"ttft_ms": 1.0'), "was changed after"),
         (removed("ttft.jsonl"), "cannot read"),
         (in_manifest(sealed={}), "seals no file"),
         (in_manifest(plan_id="import-00000000"), "its ttft.jsonl is"),

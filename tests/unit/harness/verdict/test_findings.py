@@ -103,6 +103,7 @@ RUNS: dict[str, Callable[[], Reconciliation]] = {
     "servers-unlike-plan": lambda: tier_server(block_size=64),
     "servers-differ": lambda: tier_server(vllm_version="0.33.0"),
     "ledgers-disagree": lambda: run_of(changed_rows(disagreement="vLLM says 512, LMCache 256")),
+    "times-disagree": lambda: run_of(changed_rows(ttft_ms=9.0, server_ttft_ms=90.0)),
     "stores-dropped": lambda: run_of(
         changed_rows(
             counters_before={"host_alloc_failed_chunks": 1},
