@@ -19,6 +19,9 @@ from harness.commands.trace_arguments import (
     model_config,
     write_and_show,
 )
+from sim.tiers.settings import DEFAULT_KIND, HostSettings
+
+_DEFAULT = HostSettings()
 
 
 def surface(
@@ -29,6 +32,19 @@ def surface(
         typer.Option(help=f"GPU {CAPACITIES}; one alone plots token sources."),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Host capacities, as for --gpu.")] = None,
+    host_kind: Annotated[
+        str, typer.Option(help="Kind of host tier: lmcache-mp, lmcache or native.")
+    ] = DEFAULT_KIND,
+    watermark: Annotated[
+        float, typer.Option(help="lmcache-mp alone: it evicts from this share of its size on.")
+    ] = _DEFAULT.watermark,
+    evict_ratio: Annotated[
+        float, typer.Option(help="lmcache-mp alone: the share of its chunks it then evicts.")
+    ] = _DEFAULT.evict_ratio,
+    target: Annotated[
+        list[float] | None,
+        typer.Option(help="Host capacity for this share of what endless tiers serve."),
+    ] = None,
     chunk_tokens: ChunkTokens = None,
     last_token: LastToken = False,
     warm_up: WarmUp = 0.0,
@@ -49,5 +65,9 @@ def surface(
         gpu=gpu,
         host=host,
         chunk_tokens=chunk_tokens,
+        host_kind=host_kind,
+        watermark=watermark,
+        evict_ratio=evict_ratio,
+        targets=target or (),
     )
     write_and_show(run.json, lambda: surface_chart(run), outputs)

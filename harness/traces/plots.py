@@ -24,7 +24,6 @@ from harness.words_and_colours import (
     SOURCES,
 )
 from sim.curves.capacity import spaced
-from sim.curves.stack import Curve
 
 _Box = tuple[float, float, float, float]
 """Left, top, right, bottom in pixels of the plot."""
@@ -242,15 +241,14 @@ def heat_map(run: SurfaceRun) -> Chart:
     )
     rects = layer(_overlapping(cells, x, y), {"type": "rect", "clip": True}, x=x, y=y,
                    x2={"field": "x2"}, y2={"field": "y2"}, color=served)  # fmt: skip
-    gpu_alone, host_alone = run.alone()
-    target = TARGET * gpu_alone.ideal * gpu_alone.unit_tokens / run.surface.prompt_tokens
+    target = TARGET * run.json["ideal_served_tokens"] / run.surface.prompt_tokens
     ends = [max(min(gpu.values())[0], min(host.values())[0]),
             min(max(gpu.values())[1], max(host.values())[1])]  # fmt: skip
     equal = layer([{"x": end, "y": end} for end in ends if ends[0] < ends[1]],
                    {"type": "line", "color": INK, "strokeDash": [2, 4]}, x=x, y=y)  # fmt: skip
     about = [_about(loaded), "dotted: host = GPU; a host tier below it adds almost nothing"]
     layers = [rects, equal, *_contours(cells, x, y, target=target)]
-    return on_paper({"layer": layers}, _surface_title(run, gpu_alone, host_alone), about)
+    return on_paper({"layer": layers}, _surface_title(run), about)
 
 
 def _borders(capacities: Sequence[int]) -> dict[int, tuple[float, float]]:
@@ -271,15 +269,25 @@ def _overlapping(cells: Sequence[Chart], x: Chart, y: Chart) -> list[Chart]:
     return [cell | {"x2": cell["x2"] * by_x, "y2": cell["y2"] * by_y} for cell in cells]
 
 
-def _surface_title(run: SurfaceRun, gpu: Curve, host: Curve) -> str | list[str]:
-    """How much of one tier alone would do: exact, whatever capacities are drawn."""
-    if not gpu.ideal or not host.ideal:
+def _surface_title(run: SurfaceRun) -> str | list[str]:
+    """How much of the GPU tier alone would do, and of the host tiers drawn behind the smallest."""
+    alone, most = run.gpu_alone(), run.json["ideal_served_tokens"]
+    if not alone.ideal or not most:
         return "No prompt begins like an earlier one: nothing to keep"
-    needed = (
-        kv(run.loaded, found.capacity_for(TARGET) * found.unit_tokens, tier)
-        for found, tier in ((gpu, "GPU"), (host, "host"))
-    )
-    return [f"{TARGET:.0%} of the possible hits need", " or ".join(needed)]
+    gpu = kv(run.loaded, alone.capacity_for(TARGET) * alone.unit_tokens, "GPU")
+    smallest = min(point["gpu_blocks"] for point in run.json["points"])
+    reach = [
+        point["host_blocks"]
+        for point in run.json["points"]
+        if point["gpu_blocks"] == smallest
+        and point["gpu_hit_tokens"] + point["host_loaded_tokens"] >= TARGET * most
+    ]
+    said = [f"{TARGET:.0%} of the possible hits need {gpu}"]
+    if reach:
+        block = run.loaded.ruler.block_tokens
+        host = kv(run.loaded, min(reach) * block, "host")
+        return [*said, f"or {host} ({run.json['host_kind']})"]
+    return [*said, f"no {run.json['host_kind']} host tier drawn reaches that"]
 
 
 def _contours(cells: Sequence[Chart], x: Chart, y: Chart, *, target: float) -> list[Chart]:

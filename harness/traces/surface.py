@@ -1,6 +1,6 @@
 """``kvcliff surface``: token sources at every pair of a GPU and a host capacity."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,15 @@ from harness.traces.serving import Serving, gpu_too_small, serial_curve, shared_
 from harness.words_and_colours import SOURCES
 from sim.curves.capacity import spaced
 from sim.curves.stack import Curve
-from sim.curves.surface import Surface, surface
+from sim.curves.surface import Surface
+from sim.curves.tiers import Replay, most_served, tier_surface
 from sim.curves.trace import MOST_TRACE_TOKENS
+from sim.tiers.settings import DEFAULT_KIND, HostSettings, TierKind
+
+KINDS: tuple[TierKind, ...] = ("lmcache-mp", "lmcache", "native")
+"""Kinds of host tier that can be replayed."""
+
+DEFAULT = HostSettings()
 
 GRID = 60
 """Capacities a tier of a surface gets when none are given."""
@@ -28,13 +35,10 @@ class SurfaceRun:
     surface: Surface
     json: dict[str, Any]
 
-    def alone(self) -> tuple[Curve, Curve]:
-        """The curve of the GPU tier with no host tier behind it, and of the host tier alone."""
+    def gpu_alone(self) -> Curve:
+        """The curve of the GPU tier with no host tier behind it."""
         with input_errors():
-            return (
-                serial_curve(self.loaded, self.how, self.surface.gpu_tokens),
-                serial_curve(self.loaded, self.how, self.surface.chunk_tokens),
-            )
+            return serial_curve(self.loaded, self.how, self.surface.gpu_tokens)
 
 
 def run_surface(
@@ -44,13 +48,19 @@ def run_surface(
     gpu: str | None = None,
     host: str | None = None,
     chunk_tokens: int | None = None,
+    host_kind: str = DEFAULT_KIND,
+    watermark: float = DEFAULT.watermark,
+    evict_ratio: float = DEFAULT.evict_ratio,
+    targets: Sequence[float] = (),
 ) -> SurfaceRun:
     """Token sources at every pair of the capacities ``gpu`` and ``host`` (see ``capacity.FORMS``).
 
     ``chunk_tokens``: size of the host tier's chunks (default: the trace's block; LMCache's own
     default is 256). Host capacities are given in the trace's blocks too and hold the whole chunks
-    that fit.
+    that fit. ``host_kind``: one of ``KINDS``; the watermark and ratio are of ``lmcache-mp`` alone.
+    ``targets``: shares of what endless tiers serve, for which each GPU capacity's host is named.
     """
+    kind = _kind(host_kind, watermark, evict_ratio)
     if how.decode or how.forward:
         raise InputError("a surface knows neither decode blocks nor the forward order")
     chunk = loaded.ruler.block_tokens if chunk_tokens is None else chunk_tokens
@@ -60,40 +70,67 @@ def run_surface(
         gpu_blocks = _tier_capacities(loaded, gpu)
         host_blocks = _tier_capacities(loaded, host)
         chunks = [blocks * loaded.ruler.block_tokens // chunk for blocks in host_blocks]
-        found = surface(
-            loaded.tree,
-            gpu_blocks,
-            chunks,
-            order=loaded.order,
-            chunk_tokens=chunk,
-            last_token=how.last_token,
-            warm_up=how.warm_up,
+        replay = Replay.of(
+            loaded.tree, order=loaded.order, last_token=how.last_token, warm_up=how.warm_up
         )
+        settings = HostSettings(chunk_tokens=chunk, watermark=watermark, evict_ratio=evict_ratio)
+        found = tier_surface(replay, gpu_blocks, chunks, kind=kind, settings=settings)
+        most = most_served(replay, chunk)
     points = [
         _pair(loaded, found, g, h, c)
         for g in gpu_blocks
         for h, c in zip(host_blocks, chunks, strict=True)
     ]
-    return SurfaceRun(loaded, how, found, _surface_json(loaded, how, found, points, gpu_blocks))
-
-
-def _surface_json(
-    loaded: Loaded,
-    how: Serving,
-    found: Surface,
-    points: list[dict[str, Any]],
-    gpu_blocks: Sequence[int],
-) -> dict[str, Any]:
-    return {
+    content = {
         **head(loaded.tree),
         "requests": found.requests,
         "accesses": found.accesses,
         "chunk_tokens": found.chunk_tokens,
         "prompt_tokens": found.prompt_tokens,
+        "host_kind": kind,
+        "ideal_served_tokens": most,
         "points": points,
-        "assumptions": [*loaded.assumptions, *_surface_assumptions(loaded, how, found)],
+        "targets": [row for share in targets for row in _reaching(points, most, share)],
+        "assumptions": [
+            *loaded.assumptions,
+            *_surface_assumptions(kind, settings),
+            *shared_assumptions(loaded, how),
+        ],
         "warnings": [*loaded.warnings, *gpu_too_small(loaded, gpu_blocks), *_useless_host(points)],
     }
+    return SurfaceRun(loaded, how, found, content)
+
+
+def _kind(name: str, watermark: float, evict_ratio: float) -> TierKind:
+    kind = next((kind for kind in KINDS if kind == name), None)
+    if kind is None:
+        raise InputError(f"host kind {name!r} is not replayed; known: {', '.join(KINDS)}")
+    if kind != "lmcache-mp" and (watermark, evict_ratio) != (
+        DEFAULT.watermark,
+        DEFAULT.evict_ratio,
+    ):
+        raise InputError(f"a watermark and its ratio are of lmcache-mp alone, not of {kind}")
+    return kind
+
+
+def _reaching(
+    points: Sequence[dict[str, Any]], most: int, share: float
+) -> Iterator[dict[str, Any]]:
+    """For each GPU capacity the smallest host capacity asked for that serves ``share`` of ``most``."""
+    if not 0 < share <= 1:
+        raise InputError(f"a target of {share}; it must be a share in (0, 1]")
+    for gpu_blocks in dict.fromkeys(point["gpu_blocks"] for point in points):
+        there = [
+            point["host_blocks"]
+            for point in points
+            if point["gpu_blocks"] == gpu_blocks
+            and point["gpu_hit_tokens"] + point["host_loaded_tokens"] >= share * most
+        ]
+        yield {
+            "target": share,
+            "gpu_blocks": gpu_blocks,
+            "host_blocks": min(there, default=None),
+        }
 
 
 def _tier_capacities(loaded: Loaded, text: str | None) -> list[int]:
@@ -127,16 +164,20 @@ def _pair(
     }
 
 
-def _surface_assumptions(loaded: Loaded, how: Serving, found: Surface) -> list[str]:
-    chunk = found.chunk_tokens
-    return [
-        "GPU tier: LRU, last block first (vLLM 0.32); usable capacity is num_gpu_blocks − 1",
-        f"host tier: LRU of {chunk}-token chunks, asked about every prompt and written through "
-        "whatever the GPU holds (LMCache 0.5.6): no victim cache",
-        "the host tier's watermark is not applied: LMCache's MP server of C chunks lies between "
-        "0.64 C and 0.8 C here",
-        *shared_assumptions(loaded, how),
+def _surface_assumptions(kind: TierKind, settings: HostSettings) -> list[str]:
+    chunk = settings.chunk_tokens
+    said = [
+        "GPU tier: vLLM 0.32's pool, replayed; usable capacity is num_gpu_blocks − 1, and of a "
+        "request that does not fit the first blocks stay",
+        f"host tier: {kind} in chunks of {chunk} tokens, replayed as kvcliff predict does: one "
+        "request after the other, settled in between, each prompt computed in one step",
     ]
+    if kind == "lmcache-mp":
+        said.append(
+            f"from {settings.watermark:.0%} of its size on it drops {settings.evict_ratio:.0%} of "
+            "its chunks, and a prompt that does not fit beside the rest is not stored"
+        )
+    return said
 
 
 def _useless_host(points: Sequence[dict[str, Any]]) -> list[str]:

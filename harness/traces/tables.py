@@ -42,7 +42,8 @@ def readable(content: dict[str, Any]) -> dict[str, Any]:
     content = content | {"points": [row(point) for point in shown]}
     if "targets" in content:
         targets = content["targets"]
-        content["targets"] = [{"target": _percent(t["target"]), **_point_row(t)} for t in targets]
+        found = _reached_row if is_surface else _point_row
+        content["targets"] = [{"target": _percent(t["target"]), **found(t)} for t in targets]
     if len(shown) < len(points):
         content["pairs_shown"] = f"{len(shown)} of {len(points):,}; --json or --csv FILE has all"
     return content
@@ -66,6 +67,10 @@ def _pair_row(point: dict[str, Any]) -> dict[str, Any]:
     for source in SOURCES:
         row[source.word] = _percent(share_of(point[f"{source.field}_tokens"], total))
     return row
+
+
+def _reached_row(target: dict[str, Any]) -> dict[str, Any]:
+    return {"GPU blocks": target["gpu_blocks"], "host blocks": target["host_blocks"]}
 
 
 def _point_row(point: dict[str, Any]) -> dict[str, Any]:

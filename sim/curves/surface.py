@@ -58,7 +58,7 @@ def surface(
     order = order_of(tree, order)
     gpu = gpu_tokens or tree.requests.block_tokens
     chunk = chunk_tokens or tree.requests.block_tokens
-    gpu_edges, host_edges = _capacities(gpu_blocks, "GPU"), _capacities(host_chunks, "host")
+    gpu_edges, host_edges = capacities_of(gpu_blocks, "GPU"), capacities_of(host_chunks, "host")
     first = first_counted(len(order), warm_up)
     table = np.zeros((len(gpu_edges) + 1) * (len(host_edges) + 1), dtype=np.int64)
     blocks = tree.blocks_of_requests()
@@ -81,7 +81,8 @@ def surface(
                    accesses=accesses, requests=len(counted))  # fmt: skip
 
 
-def _capacities(values: Sequence[int], tier: str) -> Ints:
+def capacities_of(values: Sequence[int], tier: str) -> Ints:
+    """``values`` sorted, each once. Raises ValueError for none, or one below 0."""
     edges = np.unique(np.asarray(values, dtype=np.int64))
     if not len(edges) or edges[0] < 0:
         raise ValueError(f"{tier} capacities {list(values)[:5]}; give at least one, none below 0")

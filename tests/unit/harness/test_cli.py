@@ -242,7 +242,7 @@ def test_the_trace_commands_answer_in_the_published_fields(
     assert [content[name] for name in counts] == [4, 7, 3, 512]
     points = [(point["gpu_blocks"], point["hit_blocks"]) for point in content["points"]]
     assert points == [(1, 1), (2, 3), (3, 4)]
-    assert kvcliff("surface", "t.jsonl", "--gpu", "2", "--host", "3", "--json") == 0
+    assert kvcliff("surface", "t.jsonl", "--gpu", "2", "--host", "9", "--json") == 0
     (point,) = json.loads(capsys.readouterr().out)["points"]
     assert (point["hit_blocks"], point["host_loaded_blocks"]) == (3, 1)
     assert kvcliff("compile", "t.jsonl", "t.kvtrace.npz") == 0

@@ -210,14 +210,15 @@ def test_wrong_lifetimes_are_named(trace: str, tmp_path: Path, text: str, messag
 
 
 def test_surface_json_by_hand(trace: str) -> None:
-    content = run_surface(load(trace, TraceOptions()), Serving(), gpu="3,6", host="0,5,6").json
+    content = run_surface(load(trace, TraceOptions()), Serving(), gpu="3,6", host="0,5,6,8").json
     found = [
         (p["gpu_blocks"], p["host_blocks"], p["hit_blocks"], p["host_loaded_blocks"])
         for p in content["points"]
     ]
-    # GPU of 3 hits block 1; a host of 5 holds 1 2 3, of 6 all four.
-    assert found == [(3, 0, 1, 0), (3, 5, 1, 2), (3, 6, 1, 3), (6, 0, 4, 0), (6, 5, 4, 0),
-                     (6, 6, 4, 0)]  # fmt: skip
+    # A GPU of 3 hits block 1. A host of 5 is cut to 3 after b, one of 6 to 4, b's 2 among them; one
+    # of 8 stays below its watermark with all 6.
+    assert found == [(3, 0, 1, 0), (3, 5, 1, 0), (3, 6, 1, 1), (3, 8, 1, 3), (6, 0, 4, 0),
+                     (6, 5, 4, 0), (6, 6, 4, 0), (6, 8, 4, 0)]  # fmt: skip
     for point in content["points"]:
         tokens = [point[f"{s}_tokens"] for s in ("gpu_hit", "host_loaded", "computed")]
         assert sum(tokens) == content["prompt_tokens"] == 5120
@@ -272,11 +273,39 @@ def test_requests_that_warm_the_tiers_are_in_no_count(trace: str) -> None:
     assert content["prompt_tokens"] == 2048
 
 
+def test_a_surface_names_the_host_that_reaches_a_target(trace: str) -> None:
+    loaded = load(trace, TraceOptions())
+    content = run_surface(loaded, Serving(), gpu="3,6", host="0,6,8", targets=[1.0]).json
+    assert content["targets"] == [
+        {"target": 1.0, "gpu_blocks": 3, "host_blocks": 8},
+        {"target": 1.0, "gpu_blocks": 6, "host_blocks": 0},
+    ]
+    assert readable(content)["targets"][0] == {
+        "target": "100.0%", "GPU blocks": 3, "host blocks": 8
+    }  # fmt: skip
+
+
+def test_a_host_of_another_kind_is_replayed_or_refused(trace: str) -> None:
+    loaded = load(trace, TraceOptions())
+    # vLLM's own offloading evicts for room alone: 6 chunks hold a and b.
+    run = run_surface(loaded, Serving(), gpu="0", host="6", host_kind="native")
+    assert run.json["points"][0]["host_loaded_blocks"] == 4
+    for wrong, said in (
+        ({"host_kind": "simple"}, "known: lmcache-mp, lmcache, native"),
+        ({"host_kind": "native", "watermark": 0.9}, "of lmcache-mp alone, not of native"),
+        ({"watermark": 1.5}, "watermark is 1.5"),
+        ({"targets": [2.0]}, "a target of 2.0"),
+        ({"host_kind": "native", "host": "3"}, "the native host tier holds 3"),
+    ):
+        with pytest.raises(InputError, match=said):
+            run_surface(loaded, Serving(), **{"gpu": "3", "host": "6"} | wrong)
+
+
 def test_a_hosts_capacity_holds_whole_chunks(trace: str) -> None:
     loaded = load(trace, TraceOptions())
-    content = run_surface(loaded, Serving(), gpu="0", host="5", chunk_tokens=1024).json
+    content = run_surface(loaded, Serving(), gpu="0", host="7", chunk_tokens=1024).json
     (point,) = content["points"]
-    assert point["host_chunks"] == 2  # 5 × 512 tokens are 2 whole chunks: b and a's first
+    assert point["host_chunks"] == 3  # 7 × 512 tokens are 3 whole chunks, cut to b and a's first
     assert point["host_loaded_tokens"] == 1024
 
 
@@ -480,19 +509,20 @@ def lines_of(chart: dict[str, Any]) -> list[list[dict[str, float]]]:
 
 
 def test_contours_follow_the_cells_that_reach_a_share(loaded: Loaded) -> None:
-    upto6 = "1,2,3,4,5,6"
-    chart = plots.heat_map(run_surface(loaded, Serving(), gpu=upto6, host=upto6))
+    # Hosts of 4 to 8 find 3, 1, 2, 3, 4 blocks: into 4 no b fits beside what is left of a.
+    sizes = {"gpu": "1,2,3,4,5,6", "host": "1,2,3,4,5,6,7,8"}
+    chart = plots.heat_map(run_surface(loaded, Serving(), **sizes))
     diagonal, target, *rounds = lines_of(chart)
     assert [point["x"] == point["y"] for point in diagonal] == [True, True]
     # 4 of 10 blocks at most: contours at 38 %, 95 % of that, and 30, 20, 10 %. The last needs 3
-    # blocks in either tier, whose cells begin half way from 2: at sqrt(6) blocks of 512 tokens.
+    # blocks on the GPU or 4 in the host, whose cells begin half way from 2 and 3: at √6 and √12.
     assert len(rounds) == 3
-    edge = 512 * 6**0.5
+    edge, height = 512 * 6**0.5, 512 * 12**0.5
     lowest = [(point["x"], point["y"]) for point in rounds[-1]]
-    assert lowest[0] == pytest.approx((512, edge))
-    assert lowest[-2:] == [pytest.approx((edge, edge)), pytest.approx((edge, 512))]
-    # All four hits, of which 38 % of the blocks is no whole number, need 6 blocks.
-    assert target[0]["y"] == pytest.approx(512 * 30**0.5)
+    assert lowest[0] == pytest.approx((512, height))
+    assert lowest[-2:] == [pytest.approx((edge, height)), pytest.approx((edge, 512))]
+    # All four hits, of which 38 % of the blocks is no whole number, need 8 blocks.
+    assert target[0]["y"] == pytest.approx(512 * 56**0.5)
 
 
 def test_a_map_whose_tokens_are_mostly_computed_has_contours_and_labels_too(
@@ -566,7 +596,7 @@ def test_one_gpu_capacity_gives_token_sources_by_host_capacity(loaded: Loaded) -
     assert chart["layer"][0]["encoding"]["x"]["scale"]["domain"][1] == max(sums)
     assert chart["title"]["text"] == (
         f"1.54k tokens of GPU KV ({3 * 512 * BYTES_PER_TOKEN / 2**30:.3g} GiB) serve 10.0% of the "
-        "prompt tokens; a host tier up to 30.0% more"
+        "prompt tokens; a host tier up to 10.0% more"
     )
     with pytest.raises(InputError, match="at one GPU capacity, not at 2"):
         plots.sources(run_surface(loaded, Serving(), gpu="2,3", host="1"))
@@ -610,9 +640,9 @@ def test_text_has_shares_and_all_that_was_asked_for(loaded: Loaded, trace: str) 
     assert point["partial_tail"] == "0–1"
     (target,) = readable(curve_json(trace, "3", targets=[0.75]))["targets"]
     assert (target["target"], target["GPU blocks"], target["of the ideal"]) == ("75.0%", 5, "75.0%")
-    (pair,) = readable(run_surface(loaded, Serving(), gpu="3", host="5").json)["points"]
+    (pair,) = readable(run_surface(loaded, Serving(), gpu="3", host="8").json)["points"]
     assert [pair[name] for name in ("computed", "GPU hit", "host-loaded")] == [
-        "70.0%", "10.0%", "20.0%"]  # fmt: skip
+        "60.0%", "10.0%", "30.0%"]  # fmt: skip
 
 
 def test_a_large_surface_is_printed_in_part_and_says_so(loaded: Loaded) -> None:
@@ -661,11 +691,11 @@ def test_scripts_get_the_promised_fields(kvcliff: Callable[..., Any], trace: str
             for point in content["points"]] == [
         {"gpu_blocks": 100, "hit_blocks": 4}, {"gpu_blocks": 1, "hit_blocks": 0},
         {"gpu_blocks": 5, "hit_blocks": 3}, {"gpu_blocks": 100, "hit_blocks": 4}]  # fmt: skip
-    content = kvcliff("surface", trace, "--gpu", "3", "--host", "5,0")
+    content = kvcliff("surface", trace, "--gpu", "3", "--host", "8,0")
     assert [{name: point[name] for name in (
         "gpu_blocks", "host_blocks", "hit_blocks", "host_loaded_blocks")}
             for point in content["points"]] == [
-        {"gpu_blocks": 3, "host_blocks": 5, "hit_blocks": 1, "host_loaded_blocks": 2},
+        {"gpu_blocks": 3, "host_blocks": 8, "hit_blocks": 1, "host_loaded_blocks": 3},
         {"gpu_blocks": 3, "host_blocks": 0, "hit_blocks": 1, "host_loaded_blocks": 0}]  # fmt: skip
     assert [content[name] for name in ("requests", "accesses", "distinct_blocks", "block_size")] == [
         3, 10, 6, 512]  # fmt: skip

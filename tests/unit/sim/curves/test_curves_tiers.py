@@ -1,0 +1,96 @@
+"""The surface of real tiers against ``sim.predict``, request by request at each pair of sizes."""
+
+import numpy as np
+import pytest
+
+from sim.curves.synthetic import chat_trace, random_trace, trace_of
+from sim.curves.tiers import Replay, tier_surface
+from sim.curves.trace import Trace
+from sim.curves.tree import PrefixTree, build_tree
+from sim.errors import SpecError
+from sim.predict import Predictor, TierSpec
+from sim.tiers.settings import HostSettings, TierKind
+
+BLOCK = 16
+
+
+def traces() -> list[Trace]:
+    """Prompts of whole blocks and of a few tokens more; 16 tokens a block."""
+    chats = chat_trace(3, n_accesses=4_000)
+    drawn = [chats, *(random_trace(seed, n_requests=40) for seed in range(4))]
+    made = [
+        trace_of([trace.path(r) for r in range(min(len(trace.requests), 120))], block_tokens=BLOCK)
+        for trace in drawn
+    ]
+    for number, trace in enumerate(made):
+        if number != 2:  # that one has whole blocks only: second copies
+            n = np.arange(len(trace.requests))
+            trace.requests.input_tokens[:] += n * 7 % (40 if number == 3 else BLOCK)
+    return made
+
+
+def predicted(tree: PrefixTree, tiers: TierSpec) -> tuple[int, int]:
+    """(GPU-hit, host-loaded) tokens of all requests by ``kvcliff predict``'s own predictor."""
+    server, hit, loaded = Predictor(tiers), 0, 0
+    for r in tree.requests.order().tolist():
+        keys = (-1 - tree.ids_of(r)).tolist()
+        split = server.request_named(keys, int(tree.requests.input_tokens[r]), 1).split
+        hit, loaded = hit + split.gpu_hit, loaded + split.host_loaded
+    return hit, loaded
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunk", "watermark", "ratio"),
+    [
+        ("lmcache-mp", 2 * BLOCK, 0.8, 0.2),
+        ("lmcache-mp", BLOCK, 0.5, 0.37),
+        ("lmcache", 2 * BLOCK, 0.8, 0.2),
+        ("native", BLOCK, 0.8, 0.2),
+    ],
+)
+def test_a_surface_is_what_is_predicted_request_by_request(
+    kind: TierKind, chunk: int, watermark: float, ratio: float
+) -> None:
+    settings = HostSettings(chunk_tokens=chunk, watermark=watermark, evict_ratio=ratio)
+    loads = 0
+    for trace in traces():
+        tree = build_tree(trace)
+        longest = int((-(-trace.requests.input_tokens // BLOCK)).max())
+        gpu = [longest + n for n in (0, 3, 20)]
+        least = longest if kind == "native" else 0
+        host = sorted({least + n for n in (0, 1, 5, 9, 17, 26, 40, 70, 150, 400, 3_000)})
+        for compiled in (False, True):
+            replay = Replay.of(tree, last_token=True, compiled=compiled)
+            found = tier_surface(replay, gpu, host, kind=kind, settings=settings)
+            for i, g in enumerate(gpu):
+                for j, h in enumerate(host):
+                    tiers = TierSpec(
+                        block_size=BLOCK, num_gpu_blocks=g + 1, max_num_batched_tokens=10**9,
+                        host=kind, host_chunks=h, **settings.settings(),
+                    )  # fmt: skip
+                    got = found.gpu_hit_tokens[i, j], found.host_loaded_tokens[i, j]
+                    if not compiled:
+                        assert got == predicted(tree, tiers), (kind, g, h)
+                    loads += int(got[1] > 0)
+        both = [
+            tier_surface(
+                Replay.of(tree, compiled=compiled), gpu, host, kind=kind, settings=settings
+            ).host_loaded_tokens
+            for compiled in (False, True)
+        ]
+        assert np.array_equal(*both)
+    assert loads > 100
+
+
+def test_native_with_a_prompt_larger_than_itself_says_that_timing_decides() -> None:
+    replay = Replay.of(build_tree(trace_of([[1, 2, 3]])))
+    with pytest.raises(SpecError, match="the native host tier holds 2"):
+        tier_surface(replay, [9], [2], kind="native", settings=HostSettings(chunk_tokens=BLOCK))
+
+
+def test_the_servers_watermark_by_hand() -> None:
+    # 5 chunks, watermark 0.8, 0.2 dropped: a (4) is cut to 3 at once; b (2) makes 5, then 4, then
+    # 3: b and a's first. a again finds that one.
+    tree = build_tree(trace_of([[1, 2, 3, 4], [8, 9], [1, 2, 3, 4]], block_tokens=BLOCK))
+    found = Replay.of(tree).watermark(5, HostSettings(chunk_tokens=BLOCK))
+    assert found.tolist() == [0, 0, 1]
