@@ -1,5 +1,6 @@
 """``kvcliff run``: measure a plan, or what is missing of it."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ from harness.commands.arguments import RESULTS, DummyWeights, PlanOrDemo
 from harness.commands.derived import show_summary
 from harness.commands.plan import cache_folder, resolve_plan
 from harness.errors import InputError
+from servers.errors import ServerError
 
 if TYPE_CHECKING:
     from harness.plan.experiment import Experiment
@@ -74,11 +76,15 @@ def _measure(
         check_room(experiment)
         folder = begun or create_run(experiment, results)
         console.say(f"run folder: {folder.path}")
+        again = f"kvcliff run --resume {shlex.quote(str(folder.path))}"
         try:
             with folder.lock(), RunProgress(experiment) as progress:
                 run_sessions(experiment, folder, cache_dir=cache, progress=progress)
         except KeyboardInterrupt:
-            console.say(f"interrupted; go on with: kvcliff run --resume {folder.path}")
+            console.say(f"interrupted; go on with: {again}")
+            raise
+        except ServerError as error:
+            error.hint = f"{error.hint}; then go on with: {again}"
             raise
     return folder
 

@@ -26,7 +26,7 @@ Samples = dict[str, list[tuple[Mapping[str, str], float]]]
 def parse(text: str, *, wanted: Iterable[Series], where: str) -> Samples:
     """Samples of ``wanted`` by their newest names; ScrapeError when ``text`` is no whole page.
 
-    The parser strips ``_total`` from family names only, so samples are matched. It keeps
+    A sample that comes twice is refused: added up, it would count every token double. The parser strips ``_total`` from family names only, so samples are matched. It keeps
     ``_created`` timestamps and longer names apart, and knows every escape in a label.
     """
     if not text.endswith("\n"):  # the format's last line ends in one, so this page was cut
@@ -36,15 +36,26 @@ def parse(text: str, *, wanted: Iterable[Series], where: str) -> Samples:
     # Split at "\n" alone: splitlines() would also split inside label values.
     lines = [line for line in text.split("\n") if line.startswith(tuple(newest))]
     samples: Samples = {}
+    met: set[tuple[str, frozenset[tuple[str, str]]]] = set()
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 name = newest.get(sample.name)
                 if name is not None:
+                    _refuse_again(sample, met, where)
                     samples.setdefault(name, []).append((sample.labels, sample.value))
     except ValueError as error:  # what the parser raises, for every kind of damage
         raise ScrapeError(f"{where} is not a Prometheus page: {error}") from error
     return samples
+
+
+def _refuse_again(
+    sample: Any, met: set[tuple[str, frozenset[tuple[str, str]]]], where: str
+) -> None:
+    key = (sample.name, frozenset(sample.labels.items()))
+    if key in met:
+        raise ScrapeError(f"{where} has the sample {sample.name} {sample.labels} twice")
+    met.add(key)
 
 
 @dataclass(frozen=True, slots=True)

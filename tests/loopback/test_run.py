@@ -458,6 +458,16 @@ def test_ctrl_c_stops_the_servers_keeps_the_rows_and_exits_130(
     assert len(read_journal(run / "journal-02-lmcache.jsonl")) >= 1
 
 
+def test_a_run_whose_server_dies_says_how_to_go_on(start: Start, tmp_path: Path) -> None:
+    harness = start()
+    run = _wait_for_rows(tmp_path, harness)
+    for server in leftovers(run / "processes.jsonl"):
+        os.kill(server.identity.pid, signal.SIGKILL)
+    _, said = harness.communicate(timeout=60)
+    assert harness.returncode == 3, said
+    assert f"go on with: kvcliff run --resume results/{run.name}" in " ".join(said.split())
+
+
 def test_a_run_being_measured_cannot_be_resumed_by_a_second_process(
     kvcliff: Kvcliff, start: Start, tmp_path: Path
 ) -> None:

@@ -444,12 +444,19 @@ def test_engines_are_summed_and_other_models_counted_apart(vllm: Stub) -> None:
     # A29: all traffic on engine 1; another model on the same server counts nothing.
     page = golden("vllm-0.32.0-after")
     idle = golden("vllm-0.32.0-no-connector")
-    second = page.replace('engine="0"', 'engine="1"')
-    vllm.script["/metrics"] = ["\n".join([idle, second, renamed(page, "someone-else")])]
+    second = without(page.replace('engine="0"', 'engine="1"'), "process_")
+    others = without(renamed(page, "someone-else"), "process_")
+    vllm.script["/metrics"] = ["\n".join([idle, second, others])]
     counters = read(vllm).vllm
     assert counters["finished"] == 20
     assert counters["prompt_gpu_hit"] == 3072
     assert counters["others_finished"] == 20
+
+
+def test_a_sample_that_comes_twice_is_refused_and_not_added_up(vllm: Stub) -> None:
+    vllm.script["/metrics"] = [golden("vllm-0.32.0-after") * 2]
+    with pytest.raises(ScrapeError, match=r"has the sample \S+ .* twice"):
+        read(vllm)
 
 
 def test_a_request_of_another_model_is_foreign_traffic() -> None:
