@@ -195,7 +195,8 @@ def sources(run: SurfaceRun) -> Chart:
     color = of("source:N", legend={"orient": "right", "columns": 1}, scale=colours)
     mark = {"type": "area", "interpolate": "step-after"}
     area = layer(rows, mark, x=x, y=y, color=color, order=of("order:Q"))
-    most = points[-1]
+    # A larger host tier may load less: what does not fit beside the rest is not stored.
+    most = max(points, key=lambda point: point["host_loaded_tokens"])
     said = (
         f"{kv(loaded, capacities[0] * block, 'GPU')} serve {most['gpu_hit_tokens'] / total:.1%} of "
         f"the prompt tokens; a host tier up to {most['host_loaded_tokens'] / total:.1%} more"

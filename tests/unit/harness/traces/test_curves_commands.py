@@ -598,6 +598,9 @@ def test_one_gpu_capacity_gives_token_sources_by_host_capacity(loaded: Loaded) -
         f"1.54k tokens of GPU KV ({3 * 512 * BYTES_PER_TOKEN / 2**30:.3g} GiB) serve 10.0% of the "
         "prompt tokens; a host tier up to 10.0% more"
     )
+    # A host of 4 finds 3 blocks, 2 of them behind the GPU's; one of 5 is cut to 1.
+    fallen = plots.surface_chart(run_surface(loaded, Serving(), gpu="3", host="4,5"))
+    assert fallen["title"]["text"].endswith("a host tier up to 20.0% more")
     with pytest.raises(InputError, match="at one GPU capacity, not at 2"):
         plots.sources(run_surface(loaded, Serving(), gpu="2,3", host="1"))
 

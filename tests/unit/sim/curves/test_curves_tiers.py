@@ -1,11 +1,15 @@
 """The surface of real tiers against ``sim.predict``, request by request at each pair of sizes."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from sim.curves.readers import read_trace
 from sim.curves.synthetic import chat_trace, random_trace, trace_of
 from sim.curves.tiers import Replay, tier_surface
-from sim.curves.trace import Trace
+from sim.curves.trace import Ints, Trace
 from sim.curves.tree import PrefixTree, build_tree
 from sim.errors import SpecError
 from sim.predict import Predictor, TierSpec
@@ -29,10 +33,10 @@ def traces() -> list[Trace]:
     return made
 
 
-def predicted(tree: PrefixTree, tiers: TierSpec) -> tuple[int, int]:
+def predicted(tree: PrefixTree, tiers: TierSpec, order: Ints | None = None) -> tuple[int, int]:
     """(GPU-hit, host-loaded) tokens of all requests by ``kvcliff predict``'s own predictor."""
     server, hit, loaded = Predictor(tiers), 0, 0
-    for r in tree.requests.order().tolist():
+    for r in (tree.requests.order() if order is None else order).tolist():
         keys = (-1 - tree.ids_of(r)).tolist()
         split = server.request_named(keys, int(tree.requests.input_tokens[r]), 1).split
         hit, loaded = hit + split.gpu_hit, loaded + split.host_loaded
@@ -80,6 +84,28 @@ def test_a_surface_is_what_is_predicted_request_by_request(
         ]
         assert np.array_equal(*both)
     assert loads > 100
+
+
+def test_a_real_traces_surface_is_what_is_predicted() -> None:
+    folder = os.environ.get("KVCLIFF_TRACES")
+    if not folder:
+        pytest.skip("set KVCLIFF_TRACES to the folder with mooncake_conversation.jsonl")
+    whole = read_trace(str(Path(folder) / "mooncake_conversation.jsonl"))
+    tree = build_tree(whole.without_partial_blocks())
+    part = tree.requests.order()[:2_000]
+    settings = HostSettings(chunk_tokens=512)
+    gpu, host = [568, 4_000], [1_500, 8_000, 30_000]
+    replay = Replay.of(tree, order=part, last_token=True)
+    found = tier_surface(replay, gpu, host, kind="lmcache-mp", settings=settings)
+    assert found.host_loaded_tokens[0].min() > 0
+    for i, g in enumerate(gpu):
+        for j, h in enumerate(host):
+            tiers = TierSpec(
+                block_size=512, num_gpu_blocks=g + 1, max_num_batched_tokens=10**9,
+                host="lmcache-mp", host_chunks=h, **settings.settings(),
+            )  # fmt: skip
+            got = found.gpu_hit_tokens[i, j], found.host_loaded_tokens[i, j]
+            assert got == predicted(tree, tiers, part), (g, h)
 
 
 def test_native_with_a_prompt_larger_than_itself_says_that_timing_decides() -> None:
