@@ -25,8 +25,8 @@ def serial_curve(loaded: Loaded, how: Serving, unit_tokens: int | None = None) -
 def shared_assumptions(loaded: Loaded, how: Serving) -> list[str]:
     """What a curve and a surface both take for granted."""
     last = (
-        "the last prompt token is always computed: a prompt found whole loses its last block (the "
-        "second copy of that block which vLLM then keeps takes no room here)"
+        "the last prompt token is always computed: a prompt found whole loses its last block (that "
+        "vLLM then keeps a second copy of it is left out of curves, and of surfaces of many blocks)"
         if how.last_token
         else "no last-token rule: a prompt found whole is a hit to its last block"
     )

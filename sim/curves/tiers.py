@@ -23,7 +23,7 @@ from sim.tiers.registry import open_host
 from sim.tiers.settings import HostSettings, TierKind
 from sim.tiers.spec import TierSpec
 
-MOST_COPIED = 20_000_000
+MOST_COPIED = 5_000_000
 """Blocks looked up, all sizes together, up to which second copies are followed: half a minute."""
 
 
