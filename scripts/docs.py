@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -303,6 +303,45 @@ def _preset_row(name: str) -> tuple[str, ...]:
     )
 
 
+def _operating(root: Path, _page: str, _what: str) -> str:
+    """The worst case of each kind of error, and the power on hosts that people have."""
+    table = json.loads((root / "results" / "operating.json").read_text(encoding="utf-8"))
+    pairs = list(next(iter(table["false_supported"].values())))
+    least = f"{table['min_ratio']:g}"
+
+    def row(words: str, by_pairs: Mapping[str, float]) -> tuple[str, ...]:
+        return (words, *(f"{by_pairs[n]:.1%}" for n in pairs))
+
+    def worst(name: str) -> dict[str, float]:
+        return {n: max(by[n] for by in table[name].values()) for n in pairs}
+
+    errors = [
+        row("`supported` without any effect", worst("false_supported")),
+        row(f"`supported` at a true ratio of {least}", worst("supported_at_the_threshold")),
+        row(f"`not supported` at a true ratio of {least}", worst("not_supported_at_the_threshold")),
+        row("`not supported` at a true ratio of 1.2", worst("false_not_supported")),
+    ]
+    powers = [
+        row(f"{ratio}, {host}", table["power"][ratio][host])
+        for ratio in ("1.2", "1.5", "3")
+        for host in (
+            "sessions differ by 2 %",
+            "sessions differ by 5 %",
+            "sessions differ by 10 %",
+            "one session 3 times slower",
+            "two speeds 1.6 apart, by session",
+        )
+    ]
+    heads = [f"{n} pairs" for n in pairs]
+    n_hosts, runs = len(table["false_supported"]), table["runs"]
+    return (
+        f"The worst of {n_hosts} kinds of hosts, {runs:,} runs each, `min_ratio` {least}:\n\n"
+        + _table(["wrong answer", *heads], errors)
+        + "\n\nRuns that are `supported`, by the true ratio:\n\n"
+        + _table(["true ratio, host", *heads], powers)
+    )
+
+
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace(" --- ", "---")
@@ -313,6 +352,7 @@ BLOCKS: dict[str, Callable[[Path, str, str], str]] = {
     "findings": _findings,
     "fields": _fields_of,
     "presets": _presets,
+    "operating": _operating,
     "output": _output,
 }
 """By name, what makes a block: of the tree, the page's text and what the block says it is of."""

@@ -36,7 +36,7 @@ def refresh(run: Path) -> None:
 
 def show_summary(folder: "RunFolder", *, as_json: bool = False) -> bool:
     """Show the tables and findings of a run made anew; True when a check failed."""
-    from harness.report.tables import show_findings, show_run
+    from harness.report.tables import show_findings, show_run, show_verdict
     from harness.verdict.findings import has_failed
 
     evidence = publish_again(folder)
@@ -45,6 +45,8 @@ def show_summary(folder: "RunFolder", *, as_json: bool = False) -> bool:
     else:
         show_run(evidence.summary, evidence.reconciliation)
     show_findings(evidence.reconciliation.findings)
+    if not as_json:
+        show_verdict(evidence.summary.decision)
     return has_failed(evidence.reconciliation.findings)
 
 

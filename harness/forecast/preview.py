@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from harness.forecast.warnings import Outlook, warnings_of
 from harness.machine.memory import needs_of
 from harness.plan.arms import BASELINE, CONTROL
 from harness.plan.experiment import Experiment, SessionPlan
+from harness.plan.power import PAIRS, SESSION_NOISE, power
 from servers.arms import Arm
 from servers.command import Command, render
 from servers.memory import SEGMENT_HEADROOM
@@ -36,13 +38,32 @@ from sim.tiers.spec import engine_note
 _SESSION_S = 27.0
 _CPU_PREFILL_S_PER_TOKEN = 0.40e-3
 
+# Of the rule's ``min_ratio``: true ratios that are a little, clearly, and far above it.
+_POWER_FACTORS = (1.1, 1.25, 1.5, 2.0)
+
 Predictions = Mapping[str, list[Prediction]]
 
 
-def preview(experiment: Experiment, *, probe: Path | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How much sessions of one arm differ: standard deviation of their log medians, and by whom."""
+
+    of_sessions: float
+    source: str
+
+    @property
+    def of_pairs(self) -> float:
+        """The same of the log ratio of two sessions."""
+        return self.of_sessions * sqrt(2)
+
+
+def preview(
+    experiment: Experiment, *, probe: Path | None = None, like: Noise | None = None
+) -> dict[str, Any]:
     """Everything ``kvcliff plan`` shows, as JSON-ready values; tokens and bytes are integers.
 
-    ``probe``: a file of ``scripts/pcie_probe.py`` to expect times by. ``not_predicted`` says why an
+    ``probe``: a file of ``scripts/pcie_probe.py`` to expect times by. ``like``: how much the
+    sessions of another run differed, for the power. ``not_predicted`` says why an
     arm is missing from ``predicted``. ``environments`` are the changes that go with ``commands``;
     null means removed.
     """
@@ -75,6 +96,7 @@ def preview(experiment: Experiment, *, probe: Path | None = None) -> dict[str, A
         "environments": {arm: [dict(c.env_diff) for c in those] for arm, those in commands.items()},
         "expected": _expected_times(experiment, predictions, expected),
         "estimate": _duration_text(experiment, predictions, expected),
+        "power": _power(experiment, predictions, expected, like),
     }
 
 
@@ -288,6 +310,52 @@ def _expected_times(
     }
 
 
+def _power(
+    experiment: Experiment,
+    predictions: Predictions,
+    expected: Expectation | None,
+    like: Noise | None,
+) -> dict[str, Any]:
+    """By number of pairs, minutes and the share of runs that are ``supported``, by true ratio."""
+    noise = like or Noise(SESSION_NOISE, f"sessions that differ by {SESSION_NOISE:.0%}, a guess")
+    rule = experiment.plan.decision
+    seconds = _duration_s(experiment, predictions, expected)
+    minutes = None if seconds is None else seconds / len(experiment.sessions) * 2 / 60
+    ratios = [rule.min_ratio * factor for factor in _POWER_FACTORS]
+    return {
+        "session_noise": noise.of_sessions,
+        "noise_from": noise.source,
+        "min_ratio": rule.min_ratio,
+        "by_pairs": [
+            {
+                "pairs": n,
+                "minutes": None if minutes is None else n * minutes,
+                "supported": {
+                    f"{ratio:.3g}": power(log(ratio / rule.min_ratio), noise.of_pairs, n)
+                    for ratio in ratios
+                },
+            }
+            for n in PAIRS
+        ],
+    }
+
+
+def _duration_s(
+    experiment: Experiment, predictions: Predictions, expected: Expectation | None
+) -> float | None:
+    """Seconds the whole run takes; None where it is not known."""
+    plan, sessions = experiment.plan, experiment.sessions
+    if plan.server.build != "cpu":
+        weights = needs_of(experiment).weights_bytes
+        if expected is None:
+            return None
+        return duration_s(experiment, predictions, expected, weights_bytes=weights)
+    if plan.model.path != "tiny":
+        return None
+    computed = sum(p.split.computed for s in sessions for p in predictions.get(s.arm.name, ()))
+    return len(sessions) * _SESSION_S + computed * _CPU_PREFILL_S_PER_TOKEN
+
+
 def _duration_text(
     experiment: Experiment, predictions: Predictions, expected: Expectation | None
 ) -> str:
@@ -296,15 +364,14 @@ def _duration_text(
     work = f"{len(sessions)} server starts, {computed:,} prompt tokens to compute"
     if len(predictions) < len(experiment.arms):
         work += " in the arms that are predicted"
+    seconds = _duration_s(experiment, predictions, expected)
     if experiment.plan.server.build == "cpu":
-        seconds = len(sessions) * _SESSION_S + computed * _CPU_PREFILL_S_PER_TOKEN
-        if experiment.plan.model.path != "tiny":
+        if seconds is None:
             return f"{work}; how long that takes a CPU with this model is not known"
         return f"about {_minutes(seconds)} on the CPU build, with the tiny model ({work})"
-    if expected is None:
+    if seconds is None:
         return work
     weights = needs_of(experiment).weights_bytes
-    seconds = duration_s(experiment, predictions, expected, weights_bytes=weights)
     text = f"about {_minutes(seconds)} ({work}), nearly all of it the starts: an estimate"
     if experiment.model.is_download:
         size = "" if weights is None else f" of at least {weights / 1e9:.1f} GB"

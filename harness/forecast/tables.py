@@ -32,6 +32,7 @@ def show_plan(content: dict[str, Any]) -> None:
     if content["expected"]:
         out.print(_expected_table(content["expected"]["passes"]))
         _say_expected(content["expected"])
+    out.print(_power_table(content["power"]))
     for arm, commands in content["commands"].items():
         out.print(f"\nservers of {arm}:")
         for command, env in zip(commands, content["environments"][arm], strict=True):
@@ -39,6 +40,21 @@ def show_plan(content: dict[str, Any]) -> None:
     for warning in content["warnings"]:
         say(f"warning: {warning}")
     out.print(f"\nestimated duration: {content['estimate']}", soft_wrap=True)
+
+
+def _power_table(power: dict[str, Any]) -> Table:
+    rows = power["by_pairs"]
+    table = table_of(
+        f"How many pairs of sessions? Runs called supported, by the true ratio; asked: "
+        f"{power['min_ratio']:g}; {power['noise_from']}",
+        *("pairs", "minutes", *(f"ratio {ratio}" for ratio in rows[0]["supported"])),
+    )
+    for row in rows:
+        minutes = "–" if row["minutes"] is None else f"{row['minutes']:.0f}"
+        table.add_row(
+            str(row["pairs"]), minutes, *(f"{share:.0%}" for share in row["supported"].values())
+        )
+    return table
 
 
 def _model_line(model: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from harness.forecast.cliff import gpu_tokens
 from harness.forecast.edges import Edge
 from harness.plan.arms import BASELINE, CONTROL
 from harness.plan.experiment import Experiment
+from harness.plan.order import weaknesses
 from sim.predict import Prediction
 from sim.tiers.host import align_up
 from sim.tiers.registry import MODELS
@@ -79,6 +80,13 @@ class Outlook:
 
 def warnings_of(outlook: Outlook) -> list[str]:
     """Every warning, the ones that rule an effect out first; empty when there is none."""
+    plan = outlook.experiment.plan
+    order = list(weaknesses(plan.order, plan.decision.min_blocks))
+    return [*_effect_warnings(outlook), *order]
+
+
+def _effect_warnings(outlook: Outlook) -> list[str]:
+    """Why the treatment would have no effect, or another one."""
     nothing_shared = list(_nothing_shared(outlook))
     if nothing_shared:
         return nothing_shared

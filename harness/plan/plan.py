@@ -5,11 +5,12 @@ import json
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness.errors import InputError
 from harness.plan.arms import BASELINE, CONTROL, treatments
 from harness.plan.host import DEFAULT, EvictionFields
+from harness.plan.order import drawn
 from harness.plan.rule import DecisionSection
 from servers.arms import connector_class
 from sim.errors import SpecError
@@ -187,7 +188,15 @@ class Plan(_Section):
         description="a name for the run folder"
     )
     order: Annotated[tuple[ArmName, ...], Field(min_length=1, strict=False)] = Field(
-        description="the sessions, each an arm: `baseline`, one treatment and perhaps `control`"
+        description="the sessions, each an arm: `baseline`, one treatment and perhaps `control`; "
+        "needed where there is no `pairs`"
+    )
+    pairs: Annotated[int, Field(ge=1, le=1_000)] | None = Field(
+        default=None,
+        exclude=True,  # a run's plan has the order that was drawn
+        description="in place of `order`: so many pairs of sessions, in an order drawn by "
+        "`workload.seed`, and the control where there is a `[control]`; the treatment is the arm of "
+        f"`[arms]`, or `{DEFAULT_KIND}`",
     )
     model: ModelSection = ModelSection()
     workload: WorkloadSection
@@ -197,6 +206,26 @@ class Plan(_Section):
     arms: dict[ArmName, ArmSection] = {}
     deadlines: DeadlineSection = DeadlineSection()
     decision: DecisionSection = DecisionSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_order(cls, content: Any) -> Any:
+        """The order drawn for ``pairs``; what is wrong with either is said by its own field."""
+        if not isinstance(content, dict) or "pairs" not in content:
+            return content
+        if "order" in content:
+            raise ValueError("a plan has order or pairs, not both")
+        arms, workload = content.get("arms") or {}, content.get("workload")
+        seed = workload.get("seed") if isinstance(workload, dict) else None
+        n_pairs = content["pairs"]
+        if not isinstance(arms, dict) or type(n_pairs) is not int or not 1 <= n_pairs <= 1_000:
+            return {**content, "order": [BASELINE]}
+        if len(arms) > 1:
+            raise ValueError("pairs needs to know its treatment: one arm in [arms], or order")
+        treatment = next(iter(arms), DEFAULT_KIND)
+        has_control = "control" in content
+        order = drawn(n_pairs, treatment, seed=seed or 0, has_control=has_control)
+        return {**content, "order": order}
 
     @property
     def treatment(self) -> str:

@@ -23,9 +23,6 @@ class DecisionSection(BaseModel):
     min_blocks: Annotated[int, Field(ge=2, le=1_000)] = Field(
         default=2, description="A B blocks needed for any verdict"
     )
-    max_order_effect: Annotated[float, Field(ge=1, le=1_000)] = Field(
-        default=1.5, description="largest ratio between session medians of one arm"
-    )
     max_control_drift: Annotated[float, Field(ge=1, le=1_000)] = Field(
         default=1.25, description="largest ratio between the control's first pass and the arms'"
     )

@@ -33,11 +33,17 @@ def _prediction_of_1(row: JsonObject) -> JsonObject:
 
 
 def plan_as_today(written: JsonObject) -> JsonObject:
-    """A run folder's plan; only those of the first runs differ, which name no ``server.engine``.
+    """A run folder's plan.
 
-    They were predicted by the rules of vLLM 0.32.0, the one version there was, and their arm
-    ``lmcache`` was the tier that is called ``lmcache-mp`` today.
+    Those of the first runs name no ``server.engine``: they were predicted by the rules of vLLM
+    0.32.0, the one version there was, and their arm ``lmcache`` was the tier that is called
+    ``lmcache-mp`` today. Those before the procedure of ``verdict.procedure`` limit the order
+    effect, which it estimates.
     """
+    rule = written.get("decision")
+    if isinstance(rule, dict):
+        kept = {name: value for name, value in rule.items() if name != "max_order_effect"}
+        written = {**written, "decision": kept}
     server = written.get("server")
     if not isinstance(server, dict) or "engine" in server:
         return written

@@ -176,9 +176,7 @@ def _paired(summary: Summary, most: int) -> Iterator[Figure]:
     base, treatment = summary.compared
     decision = summary.decision
     for name, (pairs, documents) in listed.items():
-        threshold = None
-        if name == decision.pass_name and decision.evidence:
-            threshold = decision.evidence.threshold
+        threshold = decision.rule.min_ratio if name == decision.pass_name else None
         shown = thinned(documents, max(1, most // len(listed)))
         yield Figure(
             _slug("paired", name), "paired", name,

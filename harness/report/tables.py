@@ -12,7 +12,7 @@ from harness.report.watch import View
 from harness.terminal import out, table_of
 from harness.verdict.latency_result import LatencyCheck
 from harness.verdict.measured import Cell, Statistics
-from harness.verdict.schema import Finding, ReconcileFile
+from harness.verdict.schema import Decision, Finding, ReconcileFile
 from harness.words_and_colours import SOURCE_WORDS, ms
 
 
@@ -43,14 +43,25 @@ _BYTES = "loaded_bytes"  # the one residual that is no number of tokens
 def show_comparison(comparison: Comparison) -> None:
     """What changed between runs, on stdout."""
     table = table_of(
-        "TTFT, medians of session medians in ms (sessions), later runs against the first",
-        *("pass", "arm", "run", "first", "later", "later ÷ first", "range", "says"),
+        "TTFT, means of session medians in ms (sessions), later runs against the first",
+        *("pass", "arm", "run", "first", "later", "later ÷ first", "95 % interval", "says"),
     )
     for position, name in enumerate(comparison.runs, start=1):
-        out.print(f"run {position}: {name}", soft_wrap=True)
+        verdict = comparison.verdicts[position - 1]
+        out.print(f"run {position}: {name}: {verdict}", soft_wrap=True)
+    for path, values in comparison.across.items():
+        out.print(f"{path}: {' → '.join(map(str, values))}", soft_wrap=True)
     for row in comparison_rows(comparison):
         table.add_row(*row)
     out.print(table)
+    ratios = table_of(
+        "TTFT baseline ÷ treatment by run", "pass", *map(str, range(1, 1 + len(comparison.runs)))
+    )
+    for name, by_run in comparison.ratios.items():
+        ratios.add_row(
+            name, *(f"{r.ratio:.2f} [{r.low:.2f}–{r.high:.2f}]" if r else "–" for r in by_run)
+        )
+    out.print(ratios)
 
 
 class Watching:
@@ -142,6 +153,13 @@ def show_findings(findings: Sequence[Finding]) -> None:
         say(f"{finding.severity}: {finding.code}: {finding.message}", style=style)
         say(f"  cause: {finding.cause}")
         say(f"  remedy: {finding.remedy}")
+
+
+def show_verdict(decision: Decision) -> None:
+    """What the run says of the plan's question, and why, on stdout: its last line."""
+    end = "" if decision.claim.endswith("?") else "."
+    out.print(f"\n{decision.claim}{end}", soft_wrap=True)
+    out.print(f"{decision.verdict}: {decision.because}", soft_wrap=True)
 
 
 def show_latency(check: LatencyCheck) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.plan.arms import CONTROL, treatments
 from harness.verdict.measured import ArmCell, Statistics, TokenSums
-from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL
+from harness.verdict.paired import CONFIDENCE
 from harness.verdict.schema import Cost, DecisionEvidence, Price, Replays
 
 
@@ -124,10 +124,10 @@ def not_established(
     else:
         yield "Concurrency: one request was in flight at a time."
         yield from _tier_limits(sizes)
-    if evidence is not None and evidence.n_blocks < MIN_BLOCKS_FOR_INTERVAL:
+    if evidence is not None and evidence.coverage < CONFIDENCE:
         yield (
-            f"A confidence interval: {evidence.n_blocks} A B blocks give a range; an interval "
-            f"needs {MIN_BLOCKS_FOR_INTERVAL}."
+            f"A median's interval: the range over {evidence.n_blocks} A B blocks holds it in "
+            f"{evidence.coverage:.0%} of runs, not in {CONFIDENCE:.0%}."
         )
     treatment = statistics.compared[1]
     if treatment and not any(CONTROL in content.arms for content in statistics.passes.values()):

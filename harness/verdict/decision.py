@@ -3,20 +3,36 @@
 Three verdicts. ``not decided`` always says why, and no number is made from an empty cell.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
+from math import log
 from typing import Any
 
-from harness.plan.arms import CONTROL, treatments
 from harness.plan.rule import DecisionSection
 from harness.verdict.cost import Sizes, cost_of, not_established
-from harness.verdict.measured import ArmCell, Statistics
-from harness.verdict.schema import Decision, DecisionEvidence, Reason, ReconcileFile, Verdict
+from harness.verdict.estimates import control_drift, order_effect
+from harness.verdict.measured import Block, Statistics
+from harness.verdict.obstacles import obstacles
+from harness.verdict.procedure import (
+    BadSession,
+    Conclusion,
+    Level,
+    SessionPair,
+    Verdict,
+    conclude,
+    pairs_needed,
+)
+from harness.verdict.schema import (
+    Decision,
+    DecisionEvidence,
+    Reason,
+    ReconcileFile,
+    SetAside,
+)
 
-# With two blocks, the low end must clear the run's own noise squared: whatever the noise between
-# sessions is (normal to t with 1.5 degrees of freedom, 200,000 draws each), two equal arms then
-# come out "supported" in at most 2.4 % of runs; with the noise to the power 1 in 6 %.
-NOISE_POWER = 2
+# Of results/operating.json, which a test holds them to: two pairs, the worst host without an effect,
+# and a ratio of 1.5 between sessions that differ by 5 %.
+TWO_PAIRS_FALSE = 0.02
+TWO_PAIRS_POWER = 0.26
 
 
 def decide(
@@ -34,16 +50,19 @@ def decide(
     ``is_from_plan``: the plan states the rule; otherwise it is kvcliff's default.
     """
     passes = sizes.passes if sizes else tuple(statistics.passes)
-    name = rule.deciding_pass(passes)
-    evidence = _evidence(rule, statistics, name)
-    reasons = list(_obstacles(rule, statistics, name, evidence, checks, sizes))
+    name, first = rule.deciding_pass(passes), next(iter(passes), "")
+    pairs = session_pairs(statistics, name, first=first)
+    found = conclude(pairs, min_ratio=rule.min_ratio) if len(pairs) > 1 else None
+    evidence = _evidence(rule, statistics, name, pairs, found, first=first)
+    reasons = list(obstacles(rule, statistics, name, evidence, checks, sizes))
     verdict: Verdict = "not decided"
     because = "; ".join(reason.message for reason in reasons)
-    if not reasons and evidence is not None:
-        verdict, code, because = _verdict(rule, evidence)
-        reasons = [Reason(code=code, message=because)] if code else []
+    if not reasons and found is not None and evidence is not None:
+        verdict, because = found.verdict, _because(rule, found, evidence)
+        if verdict == "not decided":
+            reasons = [Reason(code="threshold-inside", message=because)]
     return Decision(
-        claim=_claim(rule, statistics, name),
+        claim=_claim(rule, statistics, name, verdict),
         pass_name=name,
         rule=rule,
         rule_source="plan.toml, before the run" if is_from_plan else "kvcliff's default rule",
@@ -56,230 +75,124 @@ def decide(
     )
 
 
-def _claim(rule: DecisionSection, statistics: Statistics, name: str) -> str:
-    base, treatment = statistics.compared
-    if treatment is None:
-        return f"Nothing is compared with {base}"
-    return (
-        f"{treatment} lowers TTFT in {name or 'a replay'}: {base} ÷ {treatment} is at least "
-        f"{rule.min_ratio:g}"
-    )
-
-
-def _evidence(rule: DecisionSection, statistics: Statistics, name: str) -> DecisionEvidence | None:
-    """Ratio, interval, noise and the threshold the low end has to reach; None without a pair."""
-    arms, pairs = statistics.arms_in(name), statistics.pairs_in(name)
+def session_pairs(statistics: Statistics, name: str, *, first: str) -> list[SessionPair]:
+    """The pairs of neighbouring sessions in pass ``name``, with what they took in pass ``first``."""
+    pairs, cold = statistics.pairs_in(name), statistics.pairs_in(first)
     if pairs is None:
-        return None
-    spreads = [arms[arm].session_medians.spread_ratio for arm in statistics.compared if arm in arms]
-    noise = max((spread for spread in spreads if spread is not None), default=None)
-    threshold = rule.min_ratio
-    if pairs.interval_kind == "range" and noise is not None:
-        threshold *= noise**NOISE_POWER
-    return DecisionEvidence(
-        **pairs.model_dump(include={"ratio", "low", "high", "interval", "interval_kind"}),
-        n_blocks=len(pairs.blocks),
-        n_documents=pairs.n_documents,
-        n_pairs=sum(block.n for block in pairs.blocks),
-        noise=noise,
-        threshold=threshold,
-    )
+        return []
+    colds = {block.sessions: block.ratio for block in cold.blocks} if cold and first != name else {}
+    return [
+        SessionPair(
+            base=_level(statistics, block, 0, name, first if block.sessions in colds else None),
+            treated=_level(statistics, block, 1, name, first if block.sessions in colds else None),
+            log_ratio=log(block.ratio),
+            log_first=log(colds[block.sessions]) if block.sessions in colds else None,
+        )
+        for block in pairs.blocks
+    ]
 
 
-def _verdict(rule: DecisionSection, evidence: DecisionEvidence) -> tuple[Verdict, str, str]:
-    low, high, threshold = evidence.low, evidence.high, evidence.threshold
-    of_noise = (
-        f" ({rule.min_ratio:g} × the run's own noise {evidence.noise:.3f}²)"
-        if threshold != rule.min_ratio
-        else ""
-    )
-    spread = f"{low:.3f} to {high:.3f} is the {evidence.interval}"
-    if low >= threshold:
-        because = f"The low end {low:.2f} reaches {threshold:.2f}{of_noise}; {spread}"
-        return "supported", "", because
-    least = f"{rule.min_ratio:g}"
-    if high < rule.min_ratio:
-        return "not supported", "", f"The high end {high:.3f} is below {least}; {spread}"
-    if low < rule.min_ratio:
-        return "not decided", "blocks-disagree", f"{least} lies inside the spread; {spread}"
-    above = f"is above {least} but not above {threshold:.3f}{of_noise}"
-    return "not decided", "within-noise", f"The low end {low:.3f} {above}; {spread}"
+def _level(statistics: Statistics, block: Block, side: int, name: str, first: str | None) -> Level:
+    session, arm = block.sessions[side], statistics.compared[side]
+
+    def median_of(pass_name: str) -> float:
+        p50_ms = statistics.arms_in(pass_name)[arm or ""].sessions[session].p50_ms
+        assert p50_ms is not None, "a pair has complete requests"
+        return log(p50_ms)
+
+    return Level(session, median_of(name), median_of(first) if first else None)
 
 
-def _obstacles(
+def _evidence(
     rule: DecisionSection,
     statistics: Statistics,
     name: str,
-    evidence: DecisionEvidence | None,
-    checks: ReconcileFile | None,
-    sizes: Sizes | None,
-) -> Iterator[Reason]:
-    """Why nothing may be decided, whatever the ratio is."""
-    yield from _nothing_compared(statistics)
-    yield from _empty_cells(statistics, name)
-    yield from _failed_checks(checks)
-    if sizes is not None and sizes.host_gib is not None:
-        yield from _impossible(sizes)
-    if evidence is not None:
-        yield from _thin_evidence(rule, evidence, sizes)
-    yield from _control(rule, statistics, sizes)
-
-
-def _nothing_compared(statistics: Statistics) -> Iterator[Reason]:
-    base, treatment = statistics.compared
-    if treatment is not None:
-        return
-    others = treatments(session.arm for session in statistics.sessions)
-    if others:
-        yield Reason(
-            code="several-treatments",
-            message=f"{', '.join(others)} were measured next to {base}: which of them is compared "
-            "is not said, and none is called lmcache",
-        )
-    else:
-        yield Reason(
-            code="missing-arm", message=f"no arm was measured that could be compared with {base}"
-        )
-
-
-def _empty_cells(statistics: Statistics, name: str) -> Iterator[Reason]:
-    content = statistics.passes.get(name)
-    if content is None:
-        yield Reason(code="missing-pass", message=f"no request of the pass {name!r} was measured")
-        return
-    arms = [arm for arm in statistics.compared if arm is not None]
-    for arm in arms:
-        cell = content.arms.get(arm)
-        if cell is None or cell.n == 0:
-            failed = f": all {cell.failed} failed" if cell else ""
-            yield Reason(
-                code="missing-arm", message=f"{arm} has no complete request in {name}{failed}"
-            )
-    if content.paired_ratio is None and len(arms) > 1:
-        yield Reason(code="no-pairs", message=f"no document is complete in both arms in {name}")
-
-
-_CONTAMINATED = ("unattributed-requests", "cold-hits", "baseline-used-host")
-
-
-def _failed_checks(checks: ReconcileFile | None) -> Iterator[Reason]:
-    if checks is None:
-        yield Reason(
-            code="no-prediction",
-            message="there is no plan and no prediction to check these rows against",
-        )
-        return
-    planned, reconciled = checks.requests_planned, checks.requests_reconciled
-    if reconciled < planned or planned == 0:
-        yield Reason(
-            code="unreconciled",
-            message=f"{planned - reconciled} of {planned} planned requests are not reconciled",
-        )
-    for found in checks.findings:
-        if found.severity == "error" and found.code in _CONTAMINATED:
-            yield Reason(code="contaminated", message=f"{found.code}: {found.message}")
-        elif found.severity == "error":
-            yield Reason(code=found.code, message=found.message)
-
-
-def _impossible(sizes: Sizes) -> Iterator[Reason]:
-    if sizes.working_set_tokens <= sizes.gpu_tokens:
-        yield Reason(
-            code="fits-in-gpu",
-            message=f"the working set of {sizes.working_set_tokens:,} tokens fits the GPU tier of "
-            f"{sizes.gpu_tokens:,}: the host tier has nothing to do",
-        )
-    if sizes.host_tokens is not None and sizes.host_tokens <= sizes.gpu_tokens:
-        yield Reason(
-            code="host-too-small",
-            message=f"the host tier of {sizes.host_tokens:,} tokens is no larger than the GPU tier "
-            f"of {sizes.gpu_tokens:,}: what it keeps the GPU keeps too",
-        )
-
-
-def _thin_evidence(
-    rule: DecisionSection, evidence: DecisionEvidence, sizes: Sizes | None
-) -> Iterator[Reason]:
-    if evidence.n_blocks < rule.min_blocks:
-        yield Reason(
-            code="too-few-sessions",
-            message=f"{evidence.n_blocks} A B block of fresh servers, the rule needs "
-            f"{rule.min_blocks}",
-        )
-    if sizes is not None and evidence.n_pairs < sizes.documents * evidence.n_blocks:
-        yield Reason(
-            code="incomplete-pairs",
-            message=f"{evidence.n_pairs} of {sizes.documents * evidence.n_blocks} document pairs "
-            "are complete",
-        )
-    noise = evidence.noise
-    if noise is None or noise > rule.max_order_effect:
-        by = "an unknown factor" if noise is None else f"a factor {noise:.2f}"
-        yield Reason(
-            code="order-effect",
-            message=f"sessions of the same arm differ by {by}, the rule allows "
-            f"{rule.max_order_effect:g}",
-        )
-
-
-def _control(
-    rule: DecisionSection, statistics: Statistics, sizes: Sizes | None
-) -> Iterator[Reason]:
-    """The control must load nothing, and compute the first pass as fast as the arms do.
-
-    A control that the plan has and that did not come to its end shows neither.
-    """
-    if sizes is not None and sizes.has_control:
-        yield from _failed_control(statistics, sizes)
-    loaded = sum(
-        content.arms[CONTROL].tokens.host_loaded
-        for content in statistics.passes.values()
-        if CONTROL in content.arms
-    )
-    if loaded:
-        yield Reason(
-            code="control-moved",
-            message=f"the control loaded {loaded:,} tokens from the host: a tier acted where none "
-            "is due",
-        )
-    cold = statistics.arms_in(sizes.passes[0]) if sizes else {}
-    drift = _control_drift(cold, statistics.compared)
-    if drift is not None and not 1 / rule.max_control_drift <= drift <= rule.max_control_drift:
-        yield Reason(
-            code="control-moved",
-            message=f"the control's first pass took {drift:.2f} times the arms'; the rule allows "
-            f"{rule.max_control_drift:g}: the machine was not the same",
-        )
-
-
-def _failed_control(statistics: Statistics, sizes: Sizes) -> Iterator[Reason]:
-    """The first pass in which the control has no complete request."""
-    for name in sizes.passes:
-        cell = statistics.arms_in(name).get(CONTROL)
-        if cell is None or cell.n == 0:
-            failed = f": all {cell.failed} failed" if cell and cell.failed else ""
-            yield Reason(
-                code="missing-control",
-                message=f"the plan's control has no complete request in {name}{failed}; without it "
-                "nothing shows that the machine was the same and the effect is the treatment's",
-            )
-            return
-
-
-def _control_drift(cold: Mapping[str, ArmCell], compared: Sequence[str | None]) -> float | None:
-    """Control ÷ the arms, of the medians of the session medians; None when one has none."""
-    control = _session_medians(cold, (CONTROL,))
-    others = _session_medians(cold, compared)
-    if not control or not others or median(others) <= 0:
+    pairs: Sequence[SessionPair],
+    found: Conclusion | None,
+    *,
+    first: str,
+) -> DecisionEvidence | None:
+    """None without a pair; no bounds with one."""
+    paired = statistics.pairs_in(name)
+    if paired is None:
         return None
-    return median(control) / median(others)
+    bad = found.set_aside if found else None
+    return DecisionEvidence(
+        **paired.model_dump(include={"ratio", "low", "high", "interval", "coverage"}),
+        n_blocks=len(paired.blocks),
+        n_documents=paired.n_documents,
+        n_pairs=sum(block.n for block in paired.blocks),
+        at_least=found.low if found else None,
+        at_most=found.high if found else None,
+        error=found.error if found else None,
+        noise=found.noise if found else None,
+        first_pass_ratio=found.host if found else None,
+        allowance=found.allowance if found else None,
+        set_aside=_aside(bad, pairs, rule) if bad else None,
+        pairs_needed=pairs_needed(found, min_ratio=rule.min_ratio) if found else None,
+        order_effect=order_effect(statistics, pairs),
+        control_drift=control_drift(statistics, first),
+    )
 
 
-def _session_medians(arms: Mapping[str, ArmCell], names: Sequence[str | None]) -> list[float]:
-    return [
-        cell.p50_ms
-        for name in names
-        if name is not None and name in arms
-        for cell in arms[name].sessions.values()
-        if cell.p50_ms is not None
-    ]
+def _aside(bad: BadSession, pairs: Sequence[SessionPair], rule: DecisionSection) -> SetAside:
+    with_it = conclude(pairs, min_ratio=rule.min_ratio, may_set_aside=False)
+    return SetAside(
+        session=bad.session,
+        factor=bad.factor,
+        first_factor=bad.first_factor,
+        verdict_with_it=with_it.verdict,
+    )
+
+
+def _claim(rule: DecisionSection, statistics: Statistics, name: str, verdict: Verdict) -> str:
+    """A question until the answer is yes."""
+    base, treatment = statistics.compared
+    if treatment is None:
+        return f"Nothing is compared with {base}"
+    where, ratio, least = name or "a replay", f"{base} ÷ {treatment}", f"{rule.min_ratio:g}"
+    if verdict == "supported":
+        return f"{treatment} lowers TTFT in {where}: {ratio} is at least {least}"
+    return f"Does {treatment} lower TTFT in {where}: is {ratio} at least {least}?"
+
+
+def _because(rule: DecisionSection, found: Conclusion, evidence: DecisionEvidence) -> str:
+    """The bounds beside what was asked, what was taken off them, and what would change it."""
+    asked, wrong = f"{rule.min_ratio:g}", f"{found.error:.1%}".replace(".0%", "%")
+    says = {
+        "supported": f"The ratio is at least {found.low:.2f} (wrong in {wrong} of runs); "
+        f"{asked} was asked for",
+        "not supported": f"The ratio is at most {found.high:.3f} (wrong in {wrong} of runs); "
+        f"{asked} was asked for",
+        "not decided": f"{found.n_pairs} pairs of sessions leave ratios from {found.low:.2f} to "
+        f"{found.high:.2f} possible; {asked} lies between",
+    }
+    parts = [says[found.verdict]]
+    if found.host is not None and found.allowance > 1.005 and _moved(found):
+        parts.append(
+            f"the first pass, where both arms compute everything, differed by {found.host:.2f}: "
+            f"a factor {found.allowance:.2f} is allowed for that"
+        )
+    if (aside := evidence.set_aside) is not None:
+        parts.append(
+            f"{aside.session} is set aside with its pair: it took {aside.factor:.2f} times its arm's "
+            f"other sessions, and {aside.first_factor:.2f} times in the first pass, so its host was "
+            f"in trouble; with it: {aside.verdict_with_it}"
+        )
+    if found.verdict == "not decided":
+        more = evidence.pairs_needed
+        parts.append(
+            f"about {more} pairs would probably decide" if more else "more pairs would not help"
+        )
+    elif found.n_pairs == 2:
+        parts.append(
+            f"two pairs find a ratio of 1.5 in {TWO_PAIRS_POWER:.0%} of runs where sessions differ "
+            f"by 5 %, and equal arms on an unsteady host pass in up to {TWO_PAIRS_FALSE:.0%}"
+        )
+    return "; ".join(parts)
+
+
+def _moved(found: Conclusion) -> bool:
+    """Whether the first pass says that the bound which decides may have been moved by the host."""
+    host = found.host or 1.0
+    return {"supported": host > 1, "not supported": host < 1, "not decided": True}[found.verdict]

@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 # Of summary.json and reconcile.json, which are made again from a run folder and so never migrated.
 # History: 1 = first published (kvcliff 0.1). 2: a request of reconcile.json has its row and its
-# prediction as the journal and prediction.jsonl have them.
-SCHEMA: Final = 2
+# prediction as the journal and prediction.jsonl have them. 3: the evidence has bounds with an error,
+# intervals have their coverage.
+SCHEMA: Final = 3
 
 JsonObject = dict[str, Any]
 """A copy of what another file says; that file's own module knows its shape."""
@@ -76,7 +77,7 @@ class Interval(Result):
     low: float
     high: float
     interval: str = Field(description="what low and high are, in words")
-    interval_kind: Literal["range", "bootstrap"]
+    coverage: float = Field(description="share of runs in which low to high holds the median")
 
 
 class Block(Result):
@@ -111,7 +112,7 @@ class RatioRange(Result):
 class Paired(RatioRange):
     """Baseline against treatment, paired by document inside each block."""
 
-    interval_kind: Literal["range", "bootstrap"]
+    coverage: float = Field(description="share of runs in which low to high holds the median")
     difference_ms: Interval
     blocks: list[Block]
     n_documents: int
@@ -124,6 +125,14 @@ class OrderEffect(Result):
     sessions: tuple[str, str] = Field(strict=False)
     n: int
     last_over_first: float = Field(description="above 1 the later session was slower")
+
+
+class Estimate(Result):
+    """A factor between sessions with its 95 % interval (Student's, of the logs)."""
+
+    factor: float
+    low: float
+    high: float
 
 
 class Pass(Result):
@@ -194,7 +203,7 @@ class Outliers(Result):
 class Statistics(Result):
     """What the rows of a run say by themselves, whether it is complete or not."""
 
-    schema_version: Literal[2] = Field(alias="schema", description="version of this file")
+    schema_version: Literal[3] = Field(alias="schema", description="version of this file")
     run: str = Field(description="name of the run folder")
     plan_id: str = Field(description="name and content hash of the plan")
     compared: tuple[str, str | None] = Field(

@@ -1,44 +1,54 @@
 """The two arms against each other: by document inside each A B block, then over the blocks."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import comb
 from statistics import median
-from typing import Literal
 
-from harness.plan.arms import BASELINE
 from harness.verdict.measured import Block, DocumentRatio, Interval, OrderEffect, Paired
 from harness.verdict.tally import PassRows, Tally
 
-# Below six blocks a percentile bootstrap cannot leave out the extremes at 95 %: the smallest of 5
-# values is the whole resample's median too often. Fewer blocks get their range, called a range.
-MIN_BLOCKS_FOR_INTERVAL = 6
 CONFIDENCE = 0.95
-_RESAMPLES = 9_999
 _MOST_DOCUMENTS = 1_000  # listed one by one; a longer list helps nobody and fills the file
 
 Pair = tuple[int, float, float]  # document, TTFT of the first, TTFT of the second, in ms
 
+Neighbours = Sequence[tuple[int, int]]
+"""Positions in the run, 1 first, of a baseline session and the treatment session beside it."""
+
 LEAST_MS = 1e-6  # below a nanosecond nothing was measured, and a ratio of it is no number
 
 
-def compare_arms(total: Tally, pass_name: str, treatment: str | None) -> Paired | None:
+def neighbours(order: Mapping[int, str], base: str, treatment: str | None) -> Neighbours:
+    """The k-th session of each arm, for every k: neighbours in any order a plan may have.
+
+    ``order``: arm by position, whether anything was measured there or not. Paired before a session
+    without rows is left out, so that what remains of A B B A is never the first A and the second B.
+    """
+    of = (
+        [position for position, arm in order.items() if arm == name] for name in (base, treatment)
+    )
+    return list(zip(*of, strict=False))
+
+
+def compare_arms(total: Tally, pass_name: str, pairs_of_sessions: Neighbours) -> Paired | None:
     """Baseline against treatment: ratio and difference per block and document, median over blocks.
 
-    A block pairs the k-th session of each arm, so that in A B B A its two sessions are neighbours
-    and drift enters the two blocks with opposite sign. None when no pair is complete.
+    In A B B A the two sessions of a block are neighbours, and drift enters the two blocks with
+    opposite sign. None when no pair is complete.
     """
-    if treatment is None:
-        return None
     blocks: list[Block] = []
     documents: dict[int, list[Pair]] = defaultdict(list)
-    arms = total.in_order(BASELINE, pass_name), total.in_order(treatment, pass_name)
-    for base, treated in zip(*arms, strict=False):
-        pairs = _pairs(*(total.sessions[name].passes[pass_name] for name in (base, treated)))
+    for positions in pairs_of_sessions:
+        names = [total.at_position(position) for position in positions]
+        rows = [total.sessions[name].passes.get(pass_name) for name in names if name is not None]
+        base, treated = (*rows, None, None)[:2]
+        pairs = _pairs(base, treated) if base and treated else []
         if not pairs:
             continue
         ratio, difference_ms = _ratio(pairs), median(first - second for _, first, second in pairs)
         blocks.append(
-            Block(sessions=(base, treated), n=len(pairs), ratio=ratio, difference_ms=difference_ms)
+            Block(sessions=tuple(names), n=len(pairs), ratio=ratio, difference_ms=difference_ms)
         )
         for pair in pairs:
             documents[pair[0]].append(pair)
@@ -66,35 +76,34 @@ def compare_sessions(total: Tally, pass_name: str, first: str, last: str) -> Ord
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """The median of ``values``, one a block, and where it may lie.
+    """The median of ``values``, one a block, and where the median of all such blocks may lie.
 
-    Six or more: percentile bootstrap with a fixed seed, so that a run gives the same bytes twice.
+    From the k-th smallest to the k-th largest, with the largest k that holds it in 95 % of runs
+    whatever the distribution is (order statistics, by the binomial of 1/2); below six blocks no k
+    does, and the range of all of them is given with its share.
     """
-    n, low, high = len(values), min(values), max(values)
-    kind: Literal["range", "bootstrap"] = "range"
-    words = f"range over {n} A B block{'s' if n > 1 else ''}"
-    if n < MIN_BLOCKS_FOR_INTERVAL:
-        words += "; too few for a confidence interval"
-    elif low != high:
-        (low, high), kind = _bootstrap(values), "bootstrap"
-        words = f"95 % bootstrap interval over {n} A B blocks"
-    return Interval(median=median(values), low=low, high=high, interval=words, interval_kind=kind)
+    n, ordered = len(values), sorted(values)
+    k = 1
+    while _coverage(n, k + 1) >= CONFIDENCE:
+        k += 1
+    coverage = _coverage(n, k)
+    blocks = f"{n} A B block{'s' if n > 1 else ''}"
+    words = f"range over {blocks}" if k == 1 else f"ranks {k} to {n + 1 - k} of {blocks}"
+    held = f"which holds the median in {coverage:.0%} of runs" if n > 1 else "which says no spread"
+    return Interval(
+        median=median(ordered),
+        low=ordered[k - 1],
+        high=ordered[n - k],
+        interval=f"{words}, {held}",
+        coverage=coverage,
+    )
 
 
-def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    import numpy as np  # here: half a second of import that short runs never need
-    from scipy.stats import bootstrap
-
-    found = bootstrap(
-        (np.asarray(values),),
-        np.median,
-        confidence_level=CONFIDENCE,
-        n_resamples=_RESAMPLES,
-        method="percentile",
-        vectorized=True,
-        rng=np.random.default_rng(1),
-    ).confidence_interval
-    return float(found.low), float(found.high)
+def _coverage(n: int, k: int) -> float:
+    """How often the ``k``-th lowest to the ``k``-th highest of ``n`` values hold their median."""
+    if 2 * k > n:
+        return 0.0
+    return 1 - sum(comb(n, i) for i in range(k)) / float(2 ** (n - 1))
 
 
 def _pairs(first: PassRows, second: PassRows) -> list[Pair]:

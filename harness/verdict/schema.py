@@ -18,12 +18,19 @@ from harness.plan.rule import DecisionSection
 from harness.record.folder import RECONCILE_FILE, ROWS_FILE, SUMMARY_FILE
 from harness.record.row import Predicted, Sample
 from harness.record.versions import check_version
-from harness.verdict.measured import SCHEMA, JsonObject, RatioRange, Result, Statistics
+from harness.verdict.measured import (
+    SCHEMA,
+    Estimate,
+    JsonObject,
+    RatioRange,
+    Result,
+    Statistics,
+)
+from harness.verdict.procedure import Verdict
 
 Code = NewType("Code", str)
 """Of a row of ``finding_table``, where alone one is made; in a file, perhaps another kvcliff's."""
 Severity = Literal["error", "warning"]
-Verdict = Literal["supported", "not supported", "not decided"]
 
 
 class Reason(Result):
@@ -33,15 +40,39 @@ class Reason(Result):
     message: str
 
 
+class SetAside(Result):
+    """A session whose host was in trouble; medians ÷ those of its arm's other sessions."""
+
+    session: str
+    factor: float = Field(description="in the pass decided on")
+    first_factor: float = Field(description="in the first pass")
+    verdict_with_it: Verdict
+
+
 class DecisionEvidence(RatioRange):
     """What the verdict was taken from."""
 
-    interval_kind: Literal["range", "bootstrap"]
+    coverage: float = Field(description="share of runs in which low to high holds the median")
     n_blocks: int
     n_documents: int
-    n_pairs: int
-    noise: float | None = Field(description="largest ratio between session medians of one arm")
-    threshold: float = Field(description="what low must reach to be supported")
+    n_pairs: int = Field(description="pairs of documents")
+    at_least: float | None = Field(description="the ratio is at least this; null below two blocks")
+    at_most: float | None = Field(description="and at most this")
+    error: float | None = Field(description="share of runs in which at_least, or at_most, is wrong")
+    noise: float | None = Field(description="standard deviation of the blocks' log ratios")
+    first_pass_ratio: float | None = Field(
+        description="baseline ÷ treatment in the first pass, mean of the logs; null without one"
+    )
+    allowance: float | None = Field(description="factor by which a bound gives way to that")
+    set_aside: SetAside | None = Field(description="a bad session, whose pair is left out")
+    pairs_needed: int | None = Field(
+        description="pairs with which a ratio and a noise like these are decided in 80 % of runs; "
+        "null above 1,000"
+    )
+    order_effect: Estimate | None = Field(
+        description="a pair's second session ÷ its first; null below three blocks or in one order"
+    )
+    control_drift: Estimate | None = Field(description="the control's first pass ÷ the arms'")
 
 
 class Price(Result):
@@ -149,7 +180,7 @@ class NotPredicted(Result):
 class ReconcileFile(Result):
     """``reconcile.json``."""
 
-    schema_version: Literal[2] = Field(alias="schema", description="version of this file")
+    schema_version: Literal[3] = Field(alias="schema", description="version of this file")
     run: str = Field(description="name of the run folder")
     requests_planned: int = Field(description="warm-up included")
     requests_recorded: int = Field(description="rows in the journals")

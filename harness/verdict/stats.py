@@ -11,7 +11,7 @@ from statistics import median, quantiles
 from harness.plan.arms import compared
 from harness.record.row import Sample
 from harness.verdict import measured
-from harness.verdict.paired import MIN_BLOCKS_FOR_INTERVAL, compare_arms, compare_sessions
+from harness.verdict.paired import Neighbours, compare_arms, compare_sessions, neighbours
 from harness.verdict.tally import PassRows, SessionRows, Tally, tally
 from sim.split import SOURCE_CLASSES, Units
 
@@ -22,8 +22,8 @@ METHODS = {
     ),
     "unit_of_analysis": "session (one server, launch to stop)",
     "interval_method": (
-        "median of the per-block medians; range over blocks below "
-        f"{MIN_BLOCKS_FOR_INTERVAL} blocks, else 95 % percentile bootstrap over blocks"
+        "median of the per-block medians; the narrowest order statistics of the blocks that hold "
+        "the median in 95 % of runs, their range where none do; coverage says in how many"
     ),
     "outlier_rule": (
         "farther from its group's median than 10 × 1.4826 × MAD, group = pass, session and token "
@@ -46,10 +46,12 @@ def summarize(
 
     ``rows`` is walked once and not kept. Every cell carries its n; failed rows are counted and in
     no median; only what has a row has a cell. Warm-up rows appear in the sessions' spans only.
-    ``arms``: those of the plan, measured or not; without a plan, the rows'.
+    ``arms``: the plan's order of sessions, measured or not; without a plan, the rows'.
     """
     total = tally(rows, units=units)
-    base, treatment = compared(arms or [session.arm for session in total.sessions.values()])
+    order = dict(enumerate(arms, start=1)) or total.arms_by_position()
+    base, treatment = compared(list(order.values()))
+    pairs = neighbours(order, base, treatment)
     return measured.Statistics(
         schema_version=measured.SCHEMA,
         run=run,
@@ -57,7 +59,7 @@ def summarize(
         compared=(base, treatment),
         **METHODS,
         **_directions(base, treatment),
-        passes={name: _pass(total, name, treatment) for name in total.passes},
+        passes={name: _pass(total, name, pairs) for name in total.passes},
         sources=_sources(total),
         sessions=[_session(name, session) for name, session in total.sessions.items()],
         outliers=_outliers(total),
@@ -73,11 +75,11 @@ def _directions(base: str, treatment: str | None) -> dict[str, str]:
     }
 
 
-def _pass(total: Tally, name: str, treatment: str | None) -> measured.Pass:
+def _pass(total: Tally, name: str, pairs: Neighbours) -> measured.Pass:
     arms = total.arms(name)
     return measured.Pass(
         arms={arm: _arm(sessions) for arm, sessions in arms.items()},
-        paired_ratio=compare_arms(total, name, treatment),
+        paired_ratio=compare_arms(total, name, pairs),
         order_effect={
             arm: compare_sessions(total, name, names[0], names[-1])
             for arm in arms

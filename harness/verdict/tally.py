@@ -63,6 +63,14 @@ class Tally:
                 arms.setdefault(session.arm, {})[name] = session.passes[pass_name]
         return arms
 
+    def arms_by_position(self) -> dict[int, str]:
+        """The arms of the sessions met, by position in the run, the first first."""
+        return dict(sorted((session.order, session.arm) for session in self.sessions.values()))
+
+    def at_position(self, position: int) -> str | None:
+        """The session at ``position`` in the run; None where it has no row."""
+        return next((n for n, s in self.sessions.items() if s.order == position), None)
+
     def in_order(self, arm: str, pass_name: str) -> list[str]:
         """Sessions of an arm that have the pass, by position in the run."""
         named = [

@@ -44,6 +44,6 @@ def test_naming_the_commands_loads_nothing_that_one_of_them_needs(
 
 
 def test_a_plan_loads_no_library_it_does_not_use(tmp_path: Path) -> None:
-    # The first one writes the tiny model's weights, with numpy.
-    assert imported_by("plan", "demo", cache=tmp_path) == ["numpy", "safetensors"]
-    assert imported_by("plan", "demo", cache=tmp_path) == []
+    # The first one writes the tiny model's weights. Both ask scipy for the power of the plan's pairs.
+    assert imported_by("plan", "demo", cache=tmp_path) == ["numpy", "safetensors", "scipy"]
+    assert imported_by("plan", "demo", cache=tmp_path) == ["numpy", "scipy"]

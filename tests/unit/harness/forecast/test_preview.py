@@ -1,4 +1,6 @@
+import json
 import shlex
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,10 @@ import pytest
 from harness.forecast.preview import preview
 from harness.forecast.tables import show_plan
 from harness.plan.experiment import resolve
-from tests.factory import make_plan
+from harness.plan.power import power as power_of
+from tests.command import kvcliff
+from tests.factory import PLAN_TOML, make_plan
+from tests.folder import write_run
 
 # The factory's plan: 2 documents of 512 + 8 tokens and 1 for the warm-up, walked forward twice;
 # 17 usable GPU blocks of 32; chunks of 256 of 12,288 bytes a token: 3 MiB, 34 of them in 0.1 GiB.
@@ -279,3 +284,29 @@ def test_no_duration_is_made_up_for_another_model_than_the_tiny_one_on_a_cpu(loo
     other = look(**cpu, more='[model]\npath = "Qwen/Qwen3-0.6B"', gib="gib = 4")
     assert "not known" in other["estimate"]
     assert "min" not in other["estimate"]
+
+
+def test_a_plan_says_how_many_pairs_decide_and_what_is_assumed_of_the_sessions(look):
+    power = look()["power"]
+    assert (power["session_noise"], power["min_ratio"]) == (0.05, 1.1)
+    assert power["noise_from"].endswith("a guess")
+    by_pairs = {row["pairs"]: row["supported"] for row in power["by_pairs"]}
+    assert list(by_pairs) == [2, 3, 4, 5, 6, 8, 10, 12]
+    assert list(by_pairs[2]) == ["1.21", "1.38", "1.65", "2.2"]
+    # What the numbers are is tested beside the procedure, with the synthetic runs.
+    assert by_pairs[4]["1.21"] == pytest.approx(power_of(log(1.1), 0.05 * sqrt(2), 4))
+    assert by_pairs[12]["1.21"] > 0.95
+    for ratio in by_pairs[2]:
+        shares = [shares[ratio] for shares in by_pairs.values()]
+        assert shares == sorted(shares)
+
+
+def test_a_plan_is_told_how_much_sessions_differ_by_a_run_that_is_like_it(tmp_path, capfd):
+    # Ratios 1.25 and 1.3: a standard deviation of 0.0277 of the pairs' logs, 0.0196 of the sessions'.
+    times = {1: 100.0, 2: 80.0, 3: 100.0, 4: 130.0}
+    run = write_run(tmp_path, "a", lambda position, a, s, d: times[position])
+    (tmp_path / "plan.toml").write_text(PLAN_TOML)
+    assert kvcliff("plan", str(tmp_path / "plan.toml"), "--like", str(run), "--json") == 0
+    power = json.loads(capfd.readouterr().out)["power"]
+    assert power["session_noise"] == pytest.approx(0.0196, abs=1e-4)
+    assert power["noise_from"] == "sessions differ by 2.0%, as in a"

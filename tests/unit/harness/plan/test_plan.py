@@ -292,7 +292,7 @@ def test_the_scripted_server_runs_beside_any_engine_build(installed: Build) -> N
 @pytest.mark.parametrize(
     ("more", "fields"),
     [
-        ("wrkload = 1", "schema, name, order, model, workload"),
+        ("wrkload = 1", "schema, name, order, pairs, model, workload"),
         ("[control]\nnum_gpu_blocks = 99\nblocks = 1", "fields here: num_gpu_blocks, documents"),
         ('[arms.m]\ntier = "native"\nflag = 1', "tier, prefix_caching, env, flags, connector"),
         ("[decision]\npas = 1", "pass, min_ratio"),
