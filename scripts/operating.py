@@ -10,6 +10,7 @@ one. A session's times in the first pass and in the pass decided on are the host
 time, times what the session has by itself, times what each pass has by itself.
 """
 
+import argparse
 import json
 import random
 import sys
@@ -227,6 +228,9 @@ def changed(sessions: int, slower: float) -> float:
 
 def main() -> None:
     """Judge all cases and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS / "operating.json")
+    out: Path = parser.parse_args().out
     with ProcessPoolExecutor() as pool:
         by_ratio = {
             ratio: dict(zip(CASES, pool.map(partial(shares, ratio=ratio), CASES), strict=True))
@@ -246,8 +250,7 @@ def main() -> None:
         },
         "power": {f"{ratio:g}": _of(by_ratio[ratio], "supported") for ratio in POWERS},
     }
-    path = RESULTS / "operating.json"
-    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     for name in ("false_supported", "supported_at_the_threshold", "not_supported_at_the_threshold"):
         worst = {n: max(by[n] for by in table[name].values()) for n in map(str, PAIRS)}  # type: ignore[attr-defined]
         print(f"{name}: worst of {len(CASES)} hosts by pairs {worst}")

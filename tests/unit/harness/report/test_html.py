@@ -237,7 +237,7 @@ def test_a_run_that_is_not_published_is_an_error_that_says_what_to_do(run: Path,
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        (3, "written by a newer kvcliff, schema 3; this one reads 1 to 2"),
+        (4, "written by a newer kvcliff, schema 4; this one reads 1 to 3"),
         (1, "is an older kvcliff's, schema 1"),
         (0, "schema is 0"),
         (None, "schema is None"),

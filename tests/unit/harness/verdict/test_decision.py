@@ -260,7 +260,9 @@ def test_three_pairs_are_too_few_to_set_one_aside() -> None:
 def test_a_pass_that_one_session_lacks_pairs_no_others_instead() -> None:
     # Without 02-lmcache, 01-baseline has no neighbour; 03 and 04 are still one pair.
     rows = [row for row in journal(helps) if row.order != 2]
-    summary = summarize(rows, run="r", plan_id="p", block_size=32, arms=(*A_B_B_A, "control"))
+    summary = summarize(
+        rows, run="r", plan_id="p", units=make_plan().units, arms=(*A_B_B_A, "control")
+    )
     (block,) = summary.passes["pass2-replay"].paired_ratio.blocks
     assert block.sessions == ("04-baseline", "03-lmcache")
 
