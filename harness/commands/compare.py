@@ -42,10 +42,10 @@ def compare(
     from harness.report.compare import compare as compare_runs
     from harness.report.tables import show_comparison
 
+    limit, factor = None if fail_on is None else _factor(fail_on), _named(across)
     for run in runs:
         refresh(run)
-    limit = None if fail_on is None else _factor(fail_on)
-    comparison = compare_runs(runs, across=_named(across))
+    comparison = compare_runs(runs, across=factor)
     if as_json:
         console.show_json(comparison.as_json())
     else:
