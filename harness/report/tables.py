@@ -129,11 +129,20 @@ def _ratio_table(statistics: Statistics) -> Table:
 
 
 def _source_table(statistics: Statistics) -> Table:
+    base, treatment = statistics.compared
+    arms = [session.arm for session in statistics.sessions]
+    heads = [f"{arm} (n)" for arm in dict.fromkeys(arms)]
+    price = [f"{treatment} − {base}"] if treatment else []
     table = table_of(
-        "TTFT in ms by source of the document's KV, all arms", "source", "n", "p50", "min–max"
+        "Median TTFT in ms by source of the document's KV; the difference is of the same documents",
+        *("source", *heads, *price),
     )
-    for name, cell in statistics.sources.items():
-        table.add_row(SOURCE_WORDS[name], str(cell.n), *_times(cell))
+    for name, source in statistics.sources.items():
+        cells = (source.by_arm.get(arm) for arm in dict.fromkeys(arms))
+        medians = (f"{_times(cell)[0]} ({cell.n})" if cell else "–" for cell in cells)
+        by = source.price_ms
+        added = "–" if by is None else f"{by.median:+.1f} [{by.low:+.1f} to {by.high:+.1f}]"
+        table.add_row(SOURCE_WORDS[name], *medians, *[added for _ in price])
     return table
 
 

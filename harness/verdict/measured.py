@@ -144,9 +144,14 @@ class Pass(Result):
 
 
 class SourceTimes(Cell):
-    """All rows whose document came from one place, and the same by pass and arm."""
+    """All rows whose document came from one place, and the same by arm, and by pass and arm."""
 
+    by_arm: dict[str, Cell]
     by_pass: dict[str, dict[str, Cell]]
+    price_ms: Interval | None = Field(
+        description="treatment − baseline, paired by document and pass where both had this source; "
+        "null where none did"
+    )
 
 
 class SessionSpan(Result):

@@ -67,6 +67,28 @@ def compare_arms(total: Tally, pass_name: str, pairs_of_sessions: Neighbours) ->
     )
 
 
+def price_of(total: Tally, source: int, pairs_of_sessions: Neighbours) -> Interval | None:
+    """What the treatment adds to a request, in ms, where its document comes from one place in both.
+
+    ``source``: index into ``SOURCE_CLASSES``. The median over documents and passes of each block,
+    then over the blocks; None where no document has that source in both arms.
+    """
+    blocks = []
+    for positions in pairs_of_sessions:
+        names = [name for at in positions if (name := total.at_position(at)) is not None]
+        sessions = [total.sessions[name].passes for name in names]
+        if len(sessions) < 2:
+            continue
+        added = [
+            treated - base
+            for pass_name in sessions[0].keys() & sessions[1].keys()
+            for _, base, treated in _pairs(*(passes[pass_name].only(source) for passes in sessions))
+        ]
+        if added:
+            blocks.append(median(added))
+    return interval_of(blocks) if blocks else None
+
+
 def compare_sessions(total: Tally, pass_name: str, first: str, last: str) -> OrderEffect | None:
     """The same arm early and late, paired by document: last ÷ first, above 1 it got slower."""
     pairs = _pairs(*(total.sessions[name].passes[pass_name] for name in (last, first)))

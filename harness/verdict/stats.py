@@ -11,7 +11,13 @@ from statistics import median, quantiles
 from harness.plan.arms import compared
 from harness.record.row import Sample
 from harness.verdict import measured
-from harness.verdict.paired import Neighbours, compare_arms, compare_sessions, neighbours
+from harness.verdict.paired import (
+    Neighbours,
+    compare_arms,
+    compare_sessions,
+    neighbours,
+    price_of,
+)
 from harness.verdict.tally import PassRows, SessionRows, Tally, tally
 from sim.split import SOURCE_CLASSES, Units
 
@@ -60,7 +66,7 @@ def summarize(
         **METHODS,
         **_directions(base, treatment),
         passes={name: _pass(total, name, pairs) for name in total.passes},
-        sources=_sources(total),
+        sources=_sources(total, pairs),
         sessions=[_session(name, session) for name, session in total.sessions.items()],
         outliers=_outliers(total),
     )
@@ -137,20 +143,25 @@ def _spread(medians: Sequence[float]) -> measured.Spread:
     )
 
 
-def _sources(total: Tally) -> dict[str, measured.SourceTimes]:
-    """TTFT by where the document's KV came from: over all arms, and by pass and arm."""
+def _sources(total: Tally, pairs: Neighbours) -> dict[str, measured.SourceTimes]:
+    """TTFT by where the document's KV came from: over all, by arm, and by pass and arm."""
     sources = {}
     for index, name in enumerate(SOURCE_CLASSES):
         by_pass: dict[str, dict[str, measured.Cell]] = {}
-        everything: list[float] = []
+        by_arm: dict[str, list[float]] = {}
         for pass_name in total.passes:
             for arm, sessions in total.arms(pass_name).items():
                 times = [t for rows in sessions.values() for t in rows.of_source(index)]
                 if times:
                     by_pass.setdefault(pass_name, {})[arm] = cell_of(times)
-                    everything += times
-        if everything:
-            sources[name] = measured.SourceTimes(**cell_of(everything).as_json(), by_pass=by_pass)
+                    by_arm.setdefault(arm, []).extend(times)
+        if by_arm:
+            sources[name] = measured.SourceTimes(
+                **cell_of(chain.from_iterable(by_arm.values())).as_json(),
+                by_arm={arm: cell_of(times) for arm, times in by_arm.items()},
+                by_pass=by_pass,
+                price_ms=price_of(total, index, pairs),
+            )
     return sources
 
 

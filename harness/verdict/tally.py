@@ -33,6 +33,14 @@ class PassRows:
     began_ns: int | None = None
     ended_ns: int | None = None
 
+    def only(self, source: int) -> "PassRows":
+        """The complete rows whose document came from ``source``: documents and TTFTs alone."""
+        kept = [i for i, each in enumerate(self.source) if each == source]
+        return PassRows(
+            doc=array("q", (self.doc[i] for i in kept)),
+            ttft_ms=array("d", (self.ttft_ms[i] for i in kept)),
+        )
+
     def of_source(self, source: int) -> list[float]:
         """TTFT of the complete rows whose document came from ``source``."""
         return [t for t, s in zip(self.ttft_ms, self.source, strict=True) if s == source]

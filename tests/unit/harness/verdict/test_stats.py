@@ -279,3 +279,32 @@ def test_stores_and_bytes_that_no_row_knows_are_unknown_not_zero() -> None:
     # A26
     tokens = replay_pass(rows_of("01-baseline", [1.0])).arms["baseline"].tokens
     assert (tokens.computed, tokens.stored, tokens.loaded_bytes) == (520, None, None)
+
+
+def test_what_the_tier_adds_is_of_the_same_documents_from_the_same_source() -> None:
+    # A B B A; two documents are GPU hits in both arms, 5 and 7 ms slower with the tier in the first
+    # block, 9 and 9 in the second; the third is loaded from the host in one arm, so not compared.
+    added = {2: (5.0, 7.0), 3: (9.0, 9.0)}
+    rows = []
+    for position, arm in enumerate(("baseline", "lmcache", "lmcache", "baseline"), start=1):
+        for doc in range(3):
+            is_hit = doc < 2
+            ms = 30.0 + (added[position][doc] if is_hit and arm == "lmcache" else 0.0)
+            split = {"computed": 8, "gpu_hit": 512} if is_hit else {"computed": 520}
+            if not is_hit and arm == "lmcache":
+                split = {"computed": 8, "host_loaded": 512}
+            rows.append(
+                make_row(
+                    session=f"{position:02d}-{arm}", order=position, config=arm, doc=doc,
+                    ttft_ms=ms, total_ms=ms + 1, **{"pass": "pass2-replay"}, **split,
+                )
+            )  # fmt: skip
+    found = summarize(rows, run="r", plan_id="p", units=make_plan().units).sources
+    price = found["gpu"].price_ms
+    assert price is not None
+    assert (price.median, price.low, price.high) == (7.5, 6.0, 9.0)  # medians of 5, 7 and of 9, 9
+    assert {arm: cell.n for arm, cell in found["gpu"].by_arm.items()} == {
+        "baseline": 4,
+        "lmcache": 4,
+    }
+    assert (found["host"].price_ms, found["recomputed"].price_ms) == (None, None)
