@@ -27,6 +27,7 @@ DummyWeights = Annotated[
     ),
 ]
 RunPath = Annotated[Path, typer.Argument(help="Run folder, e.g. results/<UTC>-<plan id>.")]
+Gate = Annotated[bool, typer.Option("--gate", help="Exit code 4 unless the verdict is supported.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

@@ -34,8 +34,11 @@ def refresh(run: Path) -> None:
         publish_imported(folder, write=_write_or_hold)
 
 
-def show_summary(folder: "RunFolder", *, as_json: bool = False) -> bool:
-    """Show the tables and findings of a run made anew; True when a check failed."""
+def show_summary(folder: "RunFolder", *, as_json: bool = False, gate: bool = False) -> int:
+    """Show the tables, findings and verdict of a run made anew; returns the exit code.
+
+    1: a check failed. 4: none did, ``gate`` was asked for, and the verdict is not ``supported``.
+    """
     from harness.report.tables import show_findings, show_run, show_verdict
     from harness.verdict.findings import has_failed
 
@@ -47,7 +50,9 @@ def show_summary(folder: "RunFolder", *, as_json: bool = False) -> bool:
     show_findings(evidence.reconciliation.findings)
     if not as_json:
         show_verdict(evidence.summary.decision)
-    return has_failed(evidence.reconciliation.findings)
+    if has_failed(evidence.reconciliation.findings):
+        return 1
+    return 4 if gate and evidence.summary.decision.verdict != "supported" else 0
 
 
 def _write(path: Path, content: Any) -> bool:

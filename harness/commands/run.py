@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness import console
-from harness.commands.arguments import RESULTS, DummyWeights, PlanOrDemo
+from harness.commands.arguments import RESULTS, DummyWeights, Gate, PlanOrDemo
 from harness.commands.derived import show_summary
 from harness.commands.plan import cache_folder, resolve_plan
 from harness.errors import InputError
@@ -35,6 +35,7 @@ def run(
         ),
     ] = False,
     dummy_weights: DummyWeights = False,
+    gate: Gate = False,
 ) -> None:
     """Measure a plan on fresh servers, then report."""
     from harness.machine.leftovers import end_or_refuse_leftovers
@@ -55,9 +56,8 @@ def run(
         experiment = resolve_plan(plan or "demo", cache, dummy_weights=dummy_weights)
     folder = _measure(experiment, begun, results, cache)
     write_ttft(folder)
-    failed = show_summary(folder)
     console.say(f"run folder: {folder.path}")
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(show_summary(folder, gate=gate))
 
 
 def _measure(

@@ -43,7 +43,10 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "--resume", "nowhere"], "nowhere is not a run folder"),
         (["run", "demo", "--resume", "nowhere"], "--resume goes on with its run's own plan"),
         (["run", "--results", "r", "--resume", "nowhere"], "leave out PLAN and --results"),
-        (["plan", "demo", "--deployment", "d.toml"], "leave out PLAN, --probe and --dummy-weights"),
+        (
+            ["plan", "demo", "--deployment", "d.toml"],
+            "leave out PLAN, --probe, --like and --dummy-weights",
+        ),
         (["plan", "--deployment", "d.toml", "--probe", "p"], "is a question of its own"),
     ],
 )
