@@ -183,6 +183,8 @@ def run(case: Case, draw: random.Random, n_pairs: int, ratio: float) -> list[Ses
     pairs = []
     for i in range(0, len(arms), 2):
         base, treated = levels[i : i + 2] if arms[i] == 0 else levels[i : i + 2][::-1]
+        assert base.decided is not None
+        assert treated.decided is not None
         assert base.first is not None
         assert treated.first is not None
         pairs.append(

@@ -12,6 +12,7 @@ from harness.verdict.cost import Sizes, cost_of, not_established
 from harness.verdict.estimates import control_drift, order_effect
 from harness.verdict.measured import Block, Statistics
 from harness.verdict.obstacles import obstacles
+from harness.verdict.paired import LEAST_MS
 from harness.verdict.procedure import (
     BadSession,
     Conclusion,
@@ -95,10 +96,10 @@ def session_pairs(statistics: Statistics, name: str, *, first: str) -> list[Sess
 def _level(statistics: Statistics, block: Block, side: int, name: str, first: str | None) -> Level:
     session, arm = block.sessions[side], statistics.compared[side]
 
-    def median_of(pass_name: str) -> float:
+    def median_of(pass_name: str) -> float | None:
         p50_ms = statistics.arms_in(pass_name)[arm or ""].sessions[session].p50_ms
         assert p50_ms is not None, "a pair has complete requests"
-        return log(p50_ms)
+        return log(p50_ms) if p50_ms > LEAST_MS else None
 
     return Level(session, median_of(name), median_of(first) if first else None)
 

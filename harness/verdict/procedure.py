@@ -29,11 +29,12 @@ BAD_SESSION_FACTOR = 1.25
 class Level:
     """One session's median TTFT, logs of any one unit; ``first``: in the first pass.
 
-    ``first`` None: the first pass is what is decided on, or the session has none of it.
+    ``first`` None: the first pass is what is decided on, or the session has none of it. Either is
+    None where the median is too short to have a log: such a session is never called bad.
     """
 
     session: str
-    decided: float
+    decided: float | None
     first: float | None
 
 

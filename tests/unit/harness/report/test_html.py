@@ -378,3 +378,21 @@ def test_foreign_names_that_differ_in_signs_alone_get_charts_of_their_own(run: P
     names = [f.name for f in figures(*changed(run, change))]
     assert {"ttft-a-b", "ttft-a-b-2"} <= set(names)
     assert len(names) == len(set(names))
+
+
+def bounded(summary: dict[str, Any], _reconciliation: dict[str, Any]) -> None:
+    """Bounds, and a session set aside, under a verdict that another obstacle prevents."""
+    summary["decision"]["evidence"] |= {
+        "at_least": 1.25, "at_most": 3.5, "set_aside": {
+            "session": "02-lmcache", "factor": 3.0, "first_factor": 2.9,
+            "verdict_with_it": "not decided",
+        },
+    }  # fmt: skip
+
+
+def test_the_bounds_and_the_session_set_aside_are_said_beside_the_ratio(run: Path) -> None:
+    page, markdown = rendered(run, bounded), render_markdown(*changed(run, bounded))
+    text = re.sub("<[^>]+>", "", page)
+    said = "without 02-lmcache and its pair, which are set aside"
+    assert f"decided on: at least 1.25, at most 3.50, {said}" in text
+    assert f"the ratio is at least 1.25, at most 3.50, {said}." in markdown

@@ -406,3 +406,12 @@ def test_two_equal_arms_are_called_supported_in_at_most_2_percent_of_runs(
         )
         supported += decided(rows).verdict == "supported"
     assert supported <= 2
+
+
+def test_a_session_whose_median_is_0_ms_is_decided_on_its_other_documents() -> None:
+    def mostly_zero(position: int, arm: str, pass_name: str, doc: int) -> float:
+        return 0.0 if position == 2 and doc < 4 else helps(position, arm, pass_name, doc)
+
+    decision = decided(journal(mostly_zero))
+    assert decision.verdict == "not decided"
+    assert "incomplete-pairs" in codes(decision)
