@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness.errors import InputError
 from harness.plan.files import read_plan
-from harness.record.folder import PLAN_FILE
+from harness.record.folder import RunFolder
 from harness.verdict.schema import read_published
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ def plan_files(names: list[str]) -> list[Path]:
 def newest_runs() -> dict[str, Path]:
     """The newest whole run of every plan, by the plan's name."""
     folders = sorted(path.parent for path in RUNS.glob("*/reconcile.json"))  # named by their time
-    return {read_plan(folder / PLAN_FILE).name: folder for folder in folders}
+    return {RunFolder(folder).read_plan().name: folder for folder in folders}
 
 
 def table_row(name: str, run: Path) -> list[str]:

@@ -22,7 +22,6 @@ import sim.tiers.registry
 from harness.files import write_json
 from harness.measure.create import predicted_rows
 from harness.plan.experiment import Experiment, resolve
-from harness.plan.files import read_plan
 from harness.record.folder import PLAN_FILE, RunFolder
 from harness.verdict.reconcile import Reconciled, join
 from sim.tiers.gpu_pool import GpuPool
@@ -138,7 +137,7 @@ def matrix_runs(folder: Path = MATRIX) -> list[RunFolder]:
 
 def experiment_of(run: RunFolder, cache_dir: Path) -> Experiment:
     """The experiment ``run`` measured; the model's shape is read from ``cache_dir``."""
-    return resolve(read_plan(run.path / PLAN_FILE), cache_dir=cache_dir)
+    return resolve(run.read_plan(), cache_dir=cache_dir)
 
 
 def compared(run: RunFolder, experiment: Experiment) -> tuple[Reconciled, ...]:

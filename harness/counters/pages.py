@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -26,8 +27,9 @@ Samples = dict[str, list[tuple[Mapping[str, str], float]]]
 def parse(text: str, *, wanted: Iterable[Series], where: str) -> Samples:
     """Samples of ``wanted`` by their newest names; ScrapeError when ``text`` is no whole page.
 
-    A sample that comes twice is refused: added up, it would count every token double. The parser strips ``_total`` from family names only, so samples are matched. It keeps
-    ``_created`` timestamps and longer names apart, and knows every escape in a label.
+    A sample that comes twice is refused: added up, it would count every token double. The parser
+    strips ``_total`` from family names only, so samples are matched. It keeps ``_created``
+    timestamps and longer names apart, and knows every escape in a label.
     """
     if not text.endswith("\n"):  # the format's last line ends in one, so this page was cut
         raise ScrapeError(f"{where} ends inside a line: the page was cut short")
@@ -35,17 +37,17 @@ def parse(text: str, *, wanted: Iterable[Series], where: str) -> Samples:
     # Most of a page is histogram buckets; parsing only candidate lines takes 1 ms instead of 10.
     # Split at "\n" alone: splitlines() would also split inside label values.
     lines = [line for line in text.split("\n") if line.startswith(tuple(newest))]
-    samples: Samples = {}
-    met: set[tuple[str, frozenset[tuple[str, str]]]] = set()
     try:
-        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-            for sample in family.samples:
-                name = newest.get(sample.name)
-                if name is not None:
-                    _refuse_again(sample, met, where)
-                    samples.setdefault(name, []).append((sample.labels, sample.value))
+        families = list(text_string_to_metric_families("\n".join(lines) + "\n"))
     except ValueError as error:  # what the parser raises, for every kind of damage
         raise ScrapeError(f"{where} is not a Prometheus page: {error}") from error
+    samples: Samples = {}
+    met: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+    for sample in chain.from_iterable(family.samples for family in families):
+        name = newest.get(sample.name)
+        if name is not None:
+            _refuse_again(sample, met, where)
+            samples.setdefault(name, []).append((sample.labels, sample.value))
     return samples
 
 
