@@ -5,7 +5,9 @@ its dark ground (WCAG 2.2, 1.4.11), and what one chart tells apart by colour sta
 kind of colour blindness (``tests/unit/harness/test_words_and_colours.py``).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil, floor
 
 from sim.split import SOURCE_CLASSES
 
@@ -94,3 +96,18 @@ PAGE = {
 def ms(value: float) -> str:
     """Milliseconds for people: one decimal below 100."""
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def at_least(ratio: float) -> str:
+    """A lower bound of a ratio, rounded down: no more is claimed than was found."""
+    return _bound(ratio, floor)
+
+
+def at_most(ratio: float) -> str:
+    """An upper bound of a ratio, rounded up; one that says nothing any more, as such."""
+    return _bound(ratio, ceil) if ratio <= 10_000 else "more than 10,000"
+
+
+def _bound(ratio: float, whole: Callable[[float], int]) -> str:
+    digits = 3 if ratio < 10 else 1 if ratio < 1_000 else 0
+    return f"{whole(ratio * 10**digits) / 10**digits:,.{digits}f}"

@@ -22,7 +22,15 @@ from harness.files import write_atomically
 from harness.report import charts
 from harness.report.columns import request_columns
 from harness.verdict.schema import ReconcileFile, Summary, read_published
-from harness.words_and_colours import FAILED, PAGE, REQUEST_SOURCES, SOURCE_WORDS, SOURCES
+from harness.words_and_colours import (
+    FAILED,
+    PAGE,
+    REQUEST_SOURCES,
+    SOURCE_WORDS,
+    SOURCES,
+    at_least,
+    at_most,
+)
 from sim.units import GIB
 
 _MOST_REQUESTS = 2_000  # rows of the table of requests; the files have them all
@@ -102,7 +110,14 @@ def _render(summary: Summary, reconciliation: ReconcileFile, share: int) -> str:
 def render_markdown(summary: Summary, reconciliation: ReconcileFile) -> str:
     """A summary for a pull request: verdict, passes, checks, what is not established."""
     return _template("report.md").render(
-        s=summary, r=reconciliation, ms=_ms, ratio=_ratio, count=_count, md=_markdown_text
+        s=summary,
+        r=reconciliation,
+        ms=_ms,
+        ratio=_ratio,
+        at_least=at_least,
+        at_most=at_most,
+        count=_count,
+        md=_markdown_text,
     )
 
 
@@ -156,7 +171,10 @@ def _number(files: Mapping[str, Any]) -> Callable[..., Markup]:
     A list among the steps is the beginning of a pointer.
     """
     formats: dict[str, Callable[[Any], str]]
-    formats = {"ms": _ms, "ratio": _ratio, "count": _count, "gib": _gib}
+    formats = {
+        "ms": _ms, "ratio": _ratio, "count": _count, "gib": _gib,
+        "at_least": at_least, "at_most": at_most,
+    }  # fmt: skip
 
     def number(*parts: Any, kind: str) -> Markup:
         steps = [step for part in parts for step in (part if isinstance(part, list) else [part])]

@@ -29,6 +29,7 @@ from harness.verdict.schema import (
     ReconcileFile,
     SetAside,
 )
+from harness.words_and_colours import at_least, at_most
 
 # Of results/operating.json, which a test holds them to: two pairs, the worst host without an effect,
 # and a ratio of 1.5 between sessions that differ by 5 %.
@@ -161,12 +162,12 @@ def _because(rule: DecisionSection, found: Conclusion, evidence: DecisionEvidenc
     """The bounds beside what was asked, what was taken off them, and what would change it."""
     asked, wrong = f"{rule.min_ratio:g}", f"{found.error:.1%}".replace(".0%", "%")
     says = {
-        "supported": f"The ratio is at least {found.low:.2f} (wrong in {wrong} of runs); "
+        "supported": f"The ratio is at least {at_least(found.low)} (wrong in {wrong} of runs); "
         f"{asked} was asked for",
-        "not supported": f"The ratio is at most {found.high:.3f} (wrong in {wrong} of runs); "
+        "not supported": f"The ratio is at most {at_most(found.high)} (wrong in {wrong} of runs); "
         f"{asked} was asked for",
-        "not decided": f"{found.n_pairs} pairs of sessions leave ratios from {found.low:.2f} to "
-        f"{found.high:.2f} possible; {asked} lies between",
+        "not decided": f"{found.n_pairs} pairs of sessions leave ratios from {at_least(found.low)} to "
+        f"{at_most(found.high)} possible; {asked} lies between",
     }
     parts = [says[found.verdict]]
     if found.host is not None and found.allowance > 1.005 and _moved(found):

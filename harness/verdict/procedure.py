@@ -6,6 +6,7 @@ against equal hosts is taken off. And of four pairs or more one is set aside who
 trouble. How often this errs, by number of pairs and kind of host: ``scripts/operating.py``.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
@@ -123,8 +124,10 @@ def pairs_needed(found: Conclusion, *, min_ratio: float) -> int | None:
     None above ``MOST_PAIRS``.
     """
     effect = abs(log(found.ratio / min_ratio))
+    # A pair more never takes power away, so the first that is enough is found by halving.
     numbers = range(2, MOST_PAIRS + 1)
-    return next((n for n in numbers if power(effect, found.noise, n) >= PROBABLY), None)
+    first = bisect_left(numbers, PROBABLY, key=lambda n: power(effect, found.noise, n))
+    return numbers[first] if first < len(numbers) else None
 
 
 def _host(firsts: Sequence[float]) -> tuple[float | None, float]:

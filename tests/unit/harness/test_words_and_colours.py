@@ -18,6 +18,8 @@ from harness.words_and_colours import (
     START,
     TREATMENT_MARK,
     WARMUP,
+    at_least,
+    at_most,
 )
 from sim.split import SOURCE_CLASSES
 from tests.places import ROOT
@@ -179,3 +181,18 @@ def test_every_constant_of_the_vocabulary_is_used() -> None:
         if file.name != "words_and_colours.py"
     )
     assert [name for name in names if not re.search(rf"\b{name}\b", texts)] == []
+
+
+@pytest.mark.parametrize(
+    ("ratio", "least", "most"),
+    [
+        (1.1269, "1.126", "1.127"),
+        (0.0004, "0.000", "0.001"),
+        (12.34, "12.3", "12.4"),
+        (1_234.5, "1,234", "1,235"),
+        (1e120, None, "more than 10,000"),
+    ],
+)
+def test_a_bound_claims_no_more_than_was_found(ratio: float, least: str | None, most: str) -> None:
+    assert at_most(ratio) == most
+    assert least is None or at_least(ratio) == least
