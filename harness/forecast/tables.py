@@ -47,7 +47,11 @@ def _power_table(power: dict[str, Any]) -> Table:
     table = table_of(
         f"How many pairs of sessions? Runs called supported, by the true ratio; asked: "
         f"{power['min_ratio']:g}; {power['noise_from']}",
-        *("pairs", "minutes", *(f"ratio {ratio}" for ratio in rows[0]["supported"])),
+        *(
+            "pairs",
+            "minutes without control",
+            *(f"ratio {ratio}" for ratio in rows[0]["supported"]),
+        ),
     )
     for row in rows:
         minutes = "–" if row["minutes"] is None else f"{row['minutes']:.0f}"

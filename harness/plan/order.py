@@ -10,16 +10,24 @@ def drawn(n_pairs: int, treatment: str, *, seed: int, has_control: bool) -> list
     """Blocks of two pairs, A B B A or B A A B by ``seed``, and the control at the end.
 
     Up to two pairs are A B B A. The order of more must not be one a machine could have by itself:
-    A B B A again and again has a period of four sessions.
+    A B B A again and again has a period of four sessions, so blocks that are all alike are drawn
+    again.
     """
     draw = random.Random(f"order {seed}")
+    order = _blocks(n_pairs, treatment, draw)
+    while any("one block again" in weakness for weakness in weaknesses(order, 1)):
+        order = _blocks(n_pairs, treatment, draw)
+    return order + [CONTROL] * has_control
+
+
+def _blocks(n_pairs: int, treatment: str, draw: random.Random) -> list[str]:
     order: list[str] = []
     while len(order) < 2 * n_pairs:
         first, second = BASELINE, treatment
         if n_pairs > 2 and draw.random() < 0.5:
             first, second = second, first
         order += [first, second, second, first]
-    return order[: 2 * n_pairs] + [CONTROL] * has_control
+    return order[: 2 * n_pairs]
 
 
 def weaknesses(order: Sequence[str], min_blocks: int) -> Iterator[str]:
@@ -30,9 +38,9 @@ def weaknesses(order: Sequence[str], min_blocks: int) -> Iterator[str]:
         return
     if len(pairs) < min_blocks:
         yield (
-            f"the order has {len(pairs)} pair{'s' * (len(pairs) > 1)} of sessions, and the decision "
+            f"the order has {len(pairs)} pair{'s' * (len(pairs) != 1)} of sessions, and the decision "
             f"needs {min_blocks} (decision.min_blocks): the verdict can only be not decided; "
-            "pairs = 4 in place of order would draw an order of four"
+            f"pairs = {max(4, min_blocks)} in place of order draws enough of them"
         )
     elif len(set(pairs)) == 1:
         yield (

@@ -216,7 +216,7 @@ class Plan(_Section):
         if "order" in content:
             raise ValueError("a plan has order or pairs, not both")
         arms, workload = content.get("arms") or {}, content.get("workload")
-        seed = workload.get("seed") if isinstance(workload, dict) else None
+        seed = workload.get("seed", 1) if isinstance(workload, dict) else 1
         n_pairs = content["pairs"]
         if not isinstance(arms, dict) or type(n_pairs) is not int or not 1 <= n_pairs <= 1_000:
             return {**content, "order": [BASELINE]}
@@ -224,7 +224,7 @@ class Plan(_Section):
             raise ValueError("pairs needs to know its treatment: one arm in [arms], or order")
         treatment = next(iter(arms), DEFAULT_KIND)
         has_control = "control" in content
-        order = drawn(n_pairs, treatment, seed=seed or 0, has_control=has_control)
+        order = drawn(n_pairs, treatment, seed=seed, has_control=has_control)
         return {**content, "order": order}
 
     @property

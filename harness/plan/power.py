@@ -7,8 +7,7 @@ from math import sqrt
 from statistics import NormalDist, fmean
 
 ERROR = 0.02
-"""Of a plan's pairs, on each side. Later looks have the rest of 2.5 % (``error_of_look``)."""
-LATER_LOOKS = 0.005
+"""Share of runs in which a bound is wrong, on each side."""
 PAIRS = (2, 3, 4, 5, 6, 8, 10, 12)
 _NORMAL = [NormalDist().inv_cdf((i + 0.5) / 400) for i in range(400)]
 SESSION_NOISE = 0.05
@@ -29,15 +28,6 @@ def power(effect: float, noise: float, n_pairs: int) -> float:
     quantile = student(degrees, 1 - ERROR)
     reached = (max(0.0, errors + min(z, 1.0)) / quantile for z in _NORMAL)
     return float(fmean(chdtr(degrees, degrees * ratio**2) for ratio in reached))
-
-
-def error_of_look(look: int) -> float:
-    """The error of the ``look``-th judgement, 1 first: over all of them together 2.5 % at most.
-
-    ``ERROR`` at the plan's number of pairs, then halves of what is left: however often pairs are
-    added, the errors add up to no more (Bonferroni).
-    """
-    return ERROR if look == 1 else LATER_LOOKS / 2 ** (look - 1)
 
 
 def student(degrees: float, probability: float) -> float:

@@ -14,6 +14,7 @@ from pydantic import Field
 from harness.errors import InputError
 from harness.plan.power import student
 from harness.verdict.measured import JsonObject, RatioRange, Result, Statistics
+from harness.verdict.paired import LEAST_MS
 from harness.verdict.procedure import Verdict
 from harness.verdict.schema import Summary, read_published
 
@@ -243,7 +244,15 @@ def _welch(before: Sequence[float], after: Sequence[float]) -> tuple[float, floa
 def _medians(statistics: Statistics, pass_name: str, arm: str) -> list[float]:
     """Logs of an arm's session medians in a pass; none of an arm or pass that is absent."""
     cell = statistics.arms_in(pass_name).get(arm)
-    return [log(each.p50_ms) for each in cell.sessions.values() if each.p50_ms] if cell else []
+    return (
+        [
+            log(each.p50_ms)
+            for each in cell.sessions.values()
+            if each.p50_ms and each.p50_ms > LEAST_MS
+        ]
+        if cell
+        else []
+    )
 
 
 def _ratio(statistics: Statistics, pass_name: str) -> RatioRange | None:

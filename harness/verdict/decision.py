@@ -33,8 +33,9 @@ from harness.words_and_colours import at_least, at_most
 
 # Of results/operating.json, which a test holds them to: two pairs, the worst host without an effect,
 # and a ratio of 1.5 between sessions that differ by 5 %.
-TWO_PAIRS_FALSE = 0.02
+TWO_PAIRS_FALSE = 0.022
 TWO_PAIRS_POWER = 0.26
+TWO_PAIRS_RULE = 1.1
 
 
 def decide(
@@ -172,7 +173,7 @@ def _because(rule: DecisionSection, found: Conclusion, evidence: DecisionEvidenc
     parts = [says[found.verdict]]
     if found.host is not None and found.allowance > 1.005 and _moved(found):
         parts.append(
-            f"the first pass, where both arms compute everything, differed by {found.host:.2f}: "
+            f"the first pass, where both arms compute everything, had a ratio of {found.host:.2f}: "
             f"a factor {found.allowance:.2f} is allowed for that"
         )
     if (aside := evidence.set_aside) is not None:
@@ -184,12 +185,14 @@ def _because(rule: DecisionSection, found: Conclusion, evidence: DecisionEvidenc
     if found.verdict == "not decided":
         more = evidence.pairs_needed
         parts.append(
-            f"about {more} pairs would probably decide" if more else "more pairs would not help"
+            f"about {more} pairs would probably decide"
+            if more
+            else "not even 1,000 pairs would probably decide"
         )
-    elif found.n_pairs == 2:
+    elif found.n_pairs == 2 and rule.min_ratio == TWO_PAIRS_RULE:
         parts.append(
             f"two pairs find a ratio of 1.5 in {TWO_PAIRS_POWER:.0%} of runs where sessions differ "
-            f"by 5 %, and equal arms on an unsteady host pass in up to {TWO_PAIRS_FALSE:.0%}"
+            f"by 5 %, and equal arms on an unsteady host pass in up to {TWO_PAIRS_FALSE:.1%}"
         )
     return "; ".join(parts)
 

@@ -7,7 +7,7 @@ from statistics import fmean
 from harness.plan.arms import CONTROL
 from harness.plan.power import student
 from harness.verdict.measured import Estimate, Statistics
-from harness.verdict.paired import CONFIDENCE
+from harness.verdict.paired import CONFIDENCE, LEAST_MS
 from harness.verdict.procedure import SessionPair
 
 
@@ -37,7 +37,11 @@ def control_drift(statistics: Statistics, first: str) -> Estimate | None:
     """
     arms = statistics.arms_in(first)
     logs = {
-        arm: [log(cell.p50_ms) for cell in arms[arm].sessions.values() if cell.p50_ms]
+        arm: [
+            log(cell.p50_ms)
+            for cell in arms[arm].sessions.values()
+            if cell.p50_ms and cell.p50_ms > LEAST_MS
+        ]
         for arm in (CONTROL, *statistics.compared)
         if arm is not None and arm in arms
     }

@@ -104,10 +104,11 @@ def _impossible(sizes: Sizes) -> Iterator[Reason]:
 def _thin_evidence(
     rule: DecisionSection, evidence: DecisionEvidence, sizes: Sizes | None
 ) -> Iterator[Reason]:
-    if evidence.n_blocks < rule.min_blocks:
+    judged = evidence.n_blocks - (evidence.set_aside is not None)
+    if judged < rule.min_blocks:
         yield Reason(
             code="too-few-sessions",
-            message=f"{evidence.n_blocks} A B block of fresh servers, the rule needs "
+            message=f"{judged} pair{'s' * (judged != 1)} of sessions to judge by, the rule needs "
             f"{rule.min_blocks}",
         )
     if sizes is not None and evidence.n_pairs < sizes.documents * evidence.n_blocks:

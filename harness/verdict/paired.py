@@ -125,7 +125,7 @@ def _coverage(n: int, k: int) -> float:
     """How often the ``k``-th lowest to the ``k``-th highest of ``n`` values hold their median."""
     if 2 * k > n:
         return 0.0
-    return 1 - sum(comb(n, i) for i in range(k)) / float(2 ** (n - 1))
+    return 1 - sum(comb(n, i) for i in range(k)) / (1 << (n - 1))
 
 
 def _pairs(first: PassRows, second: PassRows) -> list[Pair]:

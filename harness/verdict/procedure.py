@@ -13,7 +13,7 @@ from math import exp, log, sqrt
 from statistics import fmean, stdev
 from typing import Literal
 
-from harness.plan.power import error_of_look, power, student
+from harness.plan.power import ERROR, power, student
 
 Verdict = Literal["supported", "not supported", "not decided"]
 
@@ -81,9 +81,9 @@ class Conclusion:
 
 
 def conclude(
-    pairs: Sequence[SessionPair], *, min_ratio: float, look: int = 1, may_set_aside: bool = True
+    pairs: Sequence[SessionPair], *, min_ratio: float, may_set_aside: bool = True
 ) -> Conclusion:
-    """What two pairs or more say of ``min_ratio``; ``look``: how often they have been judged.
+    """What two pairs or more say of ``min_ratio``.
 
     ``may_set_aside`` False keeps a bad session's pair, to say what it changes.
     """
@@ -96,8 +96,8 @@ def conclude(
     ratios = [pair.log_ratio for pair in kept]
     firsts = [pair.log_first for pair in kept if pair.log_first is not None]
     host, certain = _host(firsts if len(firsts) == len(kept) else ())
-    middle, error = fmean(ratios), error_of_look(look)
-    margin = student(len(ratios) - 1, 1 - error) * stdev(ratios) / sqrt(len(ratios))
+    middle = fmean(ratios)
+    margin = student(len(ratios) - 1, 1 - ERROR) * stdev(ratios) / sqrt(len(ratios))
     low, high = middle - max(0.0, certain) - margin, middle - min(0.0, certain) + margin
     verdict: Verdict = "not decided"
     if low >= log(min_ratio):
@@ -109,7 +109,7 @@ def conclude(
         ratio=exp(middle),
         low=exp(low),
         high=exp(high),
-        error=error,
+        error=ERROR,
         n_pairs=len(kept),
         noise=stdev(ratios),
         host=None if host is None else exp(host),
@@ -124,6 +124,10 @@ def pairs_needed(found: Conclusion, *, min_ratio: float) -> int | None:
     None above ``MOST_PAIRS``.
     """
     effect = abs(log(found.ratio / min_ratio))
+    if ((found.host or 1.0) > 1) == (found.ratio > min_ratio):
+        effect -= log(found.allowance)  # the bound that decides gives way to it, pairs or no pairs
+    if effect <= 0:
+        return None
     # A pair more never takes power away, so the first that is enough is found by halving.
     numbers = range(2, MOST_PAIRS + 1)
     first = bisect_left(numbers, PROBABLY, key=lambda n: power(effect, found.noise, n))
@@ -166,7 +170,7 @@ def bad_session(pairs: Sequence[SessionPair]) -> BadSession | None:
 def _distance(
     level: Level, own: Sequence[Level], other: Sequence[Level]
 ) -> tuple[float, float, float] | None:
-    """Log factors of ``level`` to its arm's others in both passes, and the first ÷ its limit."""
+    """Log factors of ``level`` to its arm's others in both passes, and that of the pass decided on ÷ its limit."""
     offs: list[tuple[float, float]] = []
     for at in ("decided", "first"):
         value = getattr(level, at)
@@ -174,7 +178,9 @@ def _distance(
         if value is None or None in mine or None in theirs:
             return None
         middle, degrees = fmean(mine), len(mine) + len(theirs) - 2
-        squares = sum((x - fmean(arm)) ** 2 for arm in (mine, theirs) for x in arm)
+        squares = sum(
+            (x - mean) ** 2 for arm in (mine, theirs) for mean in [fmean(arm)] for x in arm
+        )
         quantile = student(degrees, 1 - BAD_SESSION_ERROR / 2)
         limit = quantile * sqrt(squares / degrees * (1 + 1 / len(mine)))
         offs.append((value - middle, max(limit, log(BAD_SESSION_FACTOR))))

@@ -394,5 +394,5 @@ def test_the_bounds_and_the_session_set_aside_are_said_beside_the_ratio(run: Pat
     page, markdown = rendered(run, bounded), render_markdown(*changed(run, bounded))
     text = re.sub("<[^>]+>", "", page)
     said = "without 02-lmcache and its pair, which are set aside"
-    assert f"decided on: at least 1.250, at most 3.500, {said}" in text
-    assert f"the ratio is at least 1.250, at most 3.500, {said}." in markdown
+    assert f"bounds of the ratio: at least 1.250, at most 3.500, {said}" in text
+    assert f"at least 1.250, at most 3.500, {said}." in markdown

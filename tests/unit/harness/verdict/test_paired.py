@@ -46,6 +46,12 @@ def test_an_interval_says_in_how_many_runs_it_holds_the_median(
     assert (found.interval, found.median) == (words, (n_blocks + 1) / 2)
 
 
+def test_thousands_of_blocks_have_an_interval_too() -> None:
+    found = interval_of([float(i) for i in range(3_000)])
+    assert found.coverage == pytest.approx(0.9534, abs=0.0001)
+    assert 1_440 < found.low < found.high < 1_560
+
+
 @pytest.mark.parametrize("n_blocks", [2, 5, 12])
 def test_an_interval_of_skew_values_holds_their_median_as_often_as_it_says(n_blocks: int) -> None:
     random_, n, truth = random.Random(3), 2_000, log(2)  # the median of exponential draws
