@@ -5,9 +5,9 @@ Synthetic runs on hosts of many kinds, by number of pairs of sessions, judged by
 judges real runs (``harness.verdict.procedure``). Writes results/operating.json; takes some
 minutes on two cores.
 
-A run has sessions in blocks of A B B A or B A A B, drawn for each block where there is more than
-one. A session's times in the first pass and in the pass decided on are the host's slowness at the
-time, times what the session has by itself, times what each pass has by itself.
+A run has its sessions in the order that a plan's ``pairs`` draws. A session's times in the first
+pass and in the pass decided on are the host's slowness at the time, times what the session has by
+itself, times what each pass has by itself.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from harness.plan.order import drawn
 from harness.report.compare import Samples, changes
 from harness.verdict.procedure import Level, SessionPair, conclude
 
@@ -159,17 +160,10 @@ CASES: Mapping[str, Case] = {
 # --- runs
 
 
-def order(draw: random.Random, n_pairs: int) -> list[int]:
-    """0 a baseline session, 1 a treatment session."""
-    found: list[int] = []
-    while len(found) < 2 * n_pairs:
-        found += [0, 1, 1, 0] if n_pairs <= 2 or draw.random() < 0.5 else [1, 0, 0, 1]
-    return found[: 2 * n_pairs]
-
-
 def run(case: Case, draw: random.Random, n_pairs: int, ratio: float) -> list[SessionPair]:
     """The pairs of one run in which the treatment is ``ratio`` times as fast in replays."""
-    arms = order(draw, n_pairs)
+    order = drawn(n_pairs, "treatment", seed=draw.getrandbits(32), has_control=False)
+    arms = [arm == "treatment" for arm in order]
     slow = case.host(draw, len(arms))
     dead = draw.randrange(len(arms))
     levels = []
@@ -182,7 +176,7 @@ def run(case: Case, draw: random.Random, n_pairs: int, ratio: float) -> list[Ses
         )
     pairs = []
     for i in range(0, len(arms), 2):
-        base, treated = levels[i : i + 2] if arms[i] == 0 else levels[i : i + 2][::-1]
+        base, treated = levels[i : i + 2] if not arms[i] else levels[i : i + 2][::-1]
         assert base.decided is not None
         assert treated.decided is not None
         assert base.first is not None

@@ -15,7 +15,7 @@ def drawn(n_pairs: int, treatment: str, *, seed: int, has_control: bool) -> list
     """
     draw = random.Random(f"order {seed}")
     order = _blocks(n_pairs, treatment, draw)
-    while any("one block again" in weakness for weakness in weaknesses(order, 1)):
+    while _repeats_a_block(_pairs_of(order)):
         order = _blocks(n_pairs, treatment, draw)
     return order + [CONTROL] * has_control
 
@@ -33,7 +33,7 @@ def _blocks(n_pairs: int, treatment: str, draw: random.Random) -> list[str]:
 def weaknesses(order: Sequence[str], min_blocks: int) -> Iterator[str]:
     """Why sessions in ``order`` cannot decide, or not well."""
     compared = [arm for arm in order if arm != CONTROL]
-    pairs = list(zip(compared[::2], compared[1::2], strict=False))
+    pairs = _pairs_of(compared)
     if len(set(compared)) < 2:
         return
     if len(pairs) < min_blocks:
@@ -47,8 +47,21 @@ def weaknesses(order: Sequence[str], min_blocks: int) -> Iterator[str]:
             f"in every pair of the order {pairs[0][0]} comes first: a machine that grows slower or "
             "faster looks like an effect; turn every other pair around, as in A B B A"
         )
-    elif len(pairs) > 3 and len({*zip(pairs[::2], pairs[1::2], strict=False)}) == 1:
+    elif _repeats_a_block(pairs):
         yield (
             "the order is one block again and again: a machine with the period of a block looks like "
             f"an effect; pairs = {len(pairs)} in place of order draws one that has none"
         )
+
+
+_Pairs = Sequence[tuple[str, str]]
+
+
+def _pairs_of(compared: Sequence[str]) -> _Pairs:
+    """The arms of neighbouring sessions, two and two."""
+    return list(zip(compared[::2], compared[1::2], strict=False))
+
+
+def _repeats_a_block(pairs: _Pairs) -> bool:
+    """Whether there are whole blocks of two pairs, and all of them are alike."""
+    return len(pairs) > 3 and len({*zip(pairs[::2], pairs[1::2], strict=False)}) == 1

@@ -3,6 +3,7 @@
 Student's t on the logs of the pairs' ratios, as in ``verdict.procedure``.
 """
 
+from collections.abc import Iterable, Sequence
 from math import sqrt
 from statistics import NormalDist, fmean
 
@@ -28,6 +29,12 @@ def power(effect: float, noise: float, n_pairs: int) -> float:
     quantile = student(degrees, 1 - ERROR)
     reached = (max(0.0, errors + min(z, 1.0)) / quantile for z in _NORMAL)
     return float(fmean(chdtr(degrees, degrees * ratio**2) for ratio in reached))
+
+
+def squares_within(groups: Iterable[Sequence[float]]) -> float:
+    """Sum of the squared distances of the values from the mean of their own group; none is empty."""
+    means = [(values, fmean(values)) for values in groups]
+    return sum((x - mean) ** 2 for values, mean in means for x in values)
 
 
 def student(degrees: float, probability: float) -> float:

@@ -63,6 +63,8 @@ def run_surface(
     kind = _kind(host_kind, watermark, evict_ratio)
     if how.decode or how.forward:
         raise InputError("a surface knows neither decode blocks nor the forward order")
+    if wrong := [share for share in targets if not 0 < share <= 1]:
+        raise InputError(f"a target of {wrong[0]}; it must be a share in (0, 1]")
     chunk = loaded.ruler.block_tokens if chunk_tokens is None else chunk_tokens
     if not 1 <= chunk < MOST_TRACE_TOKENS:
         raise InputError(f"chunks of {chunk} tokens; they hold at least 1, below 2**61")
@@ -117,8 +119,6 @@ def _reaching(
     points: Sequence[dict[str, Any]], most: int, share: float
 ) -> Iterator[dict[str, Any]]:
     """For each GPU capacity the smallest host capacity asked for that serves ``share`` of ``most``."""
-    if not 0 < share <= 1:
-        raise InputError(f"a target of {share}; it must be a share in (0, 1]")
     for gpu_blocks in dict.fromkeys(point["gpu_blocks"] for point in points):
         there = [
             point["host_blocks"]

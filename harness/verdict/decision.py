@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import log
 from typing import Any
 
+from harness.plan.power import ERROR
 from harness.plan.rule import DecisionSection
 from harness.verdict.cost import Sizes, cost_of, not_established
 from harness.verdict.estimates import control_drift, order_effect
@@ -127,7 +128,7 @@ def _evidence(
         n_pairs=sum(block.n for block in paired.blocks),
         at_least=found.low if found else None,
         at_most=found.high if found else None,
-        error=found.error if found else None,
+        error=ERROR if found else None,
         noise=found.noise if found else None,
         first_pass_ratio=found.host if found else None,
         allowance=found.allowance if found else None,
@@ -161,7 +162,7 @@ def _claim(rule: DecisionSection, statistics: Statistics, name: str, verdict: Ve
 
 def _because(rule: DecisionSection, found: Conclusion, evidence: DecisionEvidence) -> str:
     """The bounds beside what was asked, what was taken off them, and what would change it."""
-    asked, wrong = f"{rule.min_ratio:g}", f"{found.error:.1%}".replace(".0%", "%")
+    asked, wrong = f"{rule.min_ratio:g}", f"{ERROR:.0%}"
     says = {
         "supported": f"The ratio is at least {at_least(found.low)} (wrong in {wrong} of runs); "
         f"{asked} was asked for",

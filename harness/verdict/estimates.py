@@ -5,7 +5,7 @@ from math import exp, log, sqrt
 from statistics import fmean
 
 from harness.plan.arms import CONTROL
-from harness.plan.power import student
+from harness.plan.power import squares_within, student
 from harness.verdict.measured import Estimate, Statistics
 from harness.verdict.paired import CONFIDENCE, LEAST_MS
 from harness.verdict.procedure import SessionPair
@@ -25,8 +25,7 @@ def order_effect(statistics: Statistics, pairs: Sequence[SessionPair]) -> Estima
     if not all(by_order) or len(pairs) < 3:
         return None
     degrees = len(pairs) - 2
-    squares = sum((x - fmean(one)) ** 2 for one in by_order for x in one)
-    error = sqrt(squares / degrees * sum(1 / len(one) for one in by_order)) / 2
+    error = sqrt(squares_within(by_order) / degrees * sum(1 / len(one) for one in by_order)) / 2
     return _estimate(fmean(map(fmean, by_order)), error, degrees)
 
 
@@ -46,12 +45,13 @@ def control_drift(statistics: Statistics, first: str) -> Estimate | None:
         if arm is not None and arm in arms
     }
     control = logs.pop(CONTROL, [])
-    others = [value for values in logs.values() for value in values]
-    degrees = len(others) - len(logs)
+    arms_logs = [values for values in logs.values() if values]
+    others = [value for values in arms_logs for value in values]
+    degrees = len(others) - len(arms_logs)
     if not control or degrees < 1:
         return None
-    squares = sum((x - fmean(values)) ** 2 for values in logs.values() for x in values)
-    error = sqrt(squares / degrees * (1 / len(control) + 1 / len(others)))
+    variance = squares_within(arms_logs) / degrees
+    error = sqrt(variance * (1 / len(control) + 1 / len(others)))
     return _estimate(fmean(control) - fmean(others), error, degrees)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from harness.plan.arms import CONTROL, treatments
 from harness.plan.rule import DecisionSection
 from harness.verdict.cost import Sizes
-from harness.verdict.estimates import control_drift
 from harness.verdict.measured import Statistics
 from harness.verdict.schema import DecisionEvidence, Reason, ReconcileFile
 
@@ -26,7 +25,7 @@ def obstacles(
         yield from _impossible(sizes)
     if evidence is not None:
         yield from _thin_evidence(rule, evidence, sizes)
-    yield from _control(rule, statistics, sizes)
+    yield from _control(rule, statistics, evidence, sizes)
 
 
 def _nothing_compared(statistics: Statistics) -> Iterator[Reason]:
@@ -120,7 +119,10 @@ def _thin_evidence(
 
 
 def _control(
-    rule: DecisionSection, statistics: Statistics, sizes: Sizes | None
+    rule: DecisionSection,
+    statistics: Statistics,
+    evidence: DecisionEvidence | None,
+    sizes: Sizes | None,
 ) -> Iterator[Reason]:
     """The control must load nothing, and compute the first pass as fast as the arms do.
 
@@ -139,7 +141,7 @@ def _control(
             message=f"the control loaded {loaded:,} tokens from the host: a tier acted where none "
             "is due",
         )
-    drift = control_drift(statistics, sizes.passes[0]) if sizes else None
+    drift = evidence.control_drift if evidence and sizes else None
     most = rule.max_control_drift
     if drift is not None and (drift.low > most or drift.high < 1 / most):
         yield Reason(

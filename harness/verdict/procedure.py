@@ -13,7 +13,7 @@ from math import exp, log, sqrt
 from statistics import fmean, stdev
 from typing import Literal
 
-from harness.plan.power import ERROR, power, student
+from harness.plan.power import ERROR, power, squares_within, student
 
 Verdict = Literal["supported", "not supported", "not decided"]
 
@@ -63,7 +63,7 @@ class BadSession:
 class Conclusion:
     """Ratios baseline ÷ treatment over ``n_pairs`` pairs.
 
-    ``low`` and ``high``: what the true ratio is at least and at most, each wrong in ``error`` of
+    ``low`` and ``high``: what the true ratio is at least and at most, each wrong in ``ERROR`` of
     runs. ``host``: the first pass's ratio, None without one; ``allowance``: the factor by which a
     bound gave way to it. ``noise``: standard deviation of the pairs' log ratios.
     """
@@ -72,7 +72,6 @@ class Conclusion:
     ratio: float
     low: float
     high: float
-    error: float
     n_pairs: int
     noise: float
     host: float | None
@@ -109,7 +108,6 @@ def conclude(
         ratio=exp(middle),
         low=exp(low),
         high=exp(high),
-        error=ERROR,
         n_pairs=len(kept),
         noise=stdev(ratios),
         host=None if host is None else exp(host),
@@ -121,7 +119,7 @@ def conclude(
 def pairs_needed(found: Conclusion, *, min_ratio: float) -> int | None:
     """Pairs with which a ratio and a noise like those found are decided in 80 % of runs.
 
-    None above ``MOST_PAIRS``.
+    None above ``MOST_PAIRS``, and where the first pass says as much as the ratio.
     """
     effect = abs(log(found.ratio / min_ratio))
     if ((found.host or 1.0) > 1) == (found.ratio > min_ratio):
@@ -170,7 +168,8 @@ def bad_session(pairs: Sequence[SessionPair]) -> BadSession | None:
 def _distance(
     level: Level, own: Sequence[Level], other: Sequence[Level]
 ) -> tuple[float, float, float] | None:
-    """Log factors of ``level`` to its arm's others in both passes, and that of the pass decided on ÷ its limit."""
+    """Log factors of ``level`` to its arm's others: in the pass decided on, in the first pass, and
+    the former ÷ its limit. None where it is no bad session."""
     offs: list[tuple[float, float]] = []
     for at in ("decided", "first"):
         value = getattr(level, at)
@@ -178,11 +177,9 @@ def _distance(
         if value is None or None in mine or None in theirs:
             return None
         middle, degrees = fmean(mine), len(mine) + len(theirs) - 2
-        squares = sum(
-            (x - mean) ** 2 for arm in (mine, theirs) for mean in [fmean(arm)] for x in arm
-        )
         quantile = student(degrees, 1 - BAD_SESSION_ERROR / 2)
-        limit = quantile * sqrt(squares / degrees * (1 + 1 / len(mine)))
+        variance = squares_within((mine, theirs)) / degrees
+        limit = quantile * sqrt(variance * (1 + 1 / len(mine)))
         offs.append((value - middle, max(limit, log(BAD_SESSION_FACTOR))))
     (by, limit), (first_by, first_limit) = offs
     is_bad = abs(by) > limit and abs(first_by) > first_limit and (by > 0) == (first_by > 0)
