@@ -41,15 +41,15 @@ from sim.curves.convert import lookup_events
 from sim.curves.readers import read_trace
 from sim.curves.sources import sources
 from sim.curves.stack import curve
-from sim.curves.surface import surface
 from sim.curves.synthetic import chat_trace
+from sim.curves.tiers import Replay
 from sim.curves.trace import Trace
 from sim.curves.tree import PrefixTree, build_tree
+from sim.tiers.settings import HostSettings
 
 SYNTHETIC_ACCESSES = 4_000_000
 AGENTIC = "weka_sessions.tar.xz"
 SPREAD_S = 24 * 3600.0
-SURFACE_BINS = (224, 219)  # 49,056 pairs
 KV_BYTES_PER_CHUNK = 2 * 2**20  # 16 tokens of 128 KiB: the sweep's 0.5–500 GiB span the trace
 COLD = "from harness.cli import main; main()"
 """The whole command line, as installed."""
@@ -110,13 +110,12 @@ def curves(report: Report, name: str, trace: Trace, *, has_bars: bool) -> tuple[
     report.add(f"{name}: whole curve from the compiled tree", numba * 1e3, "ms")
     report.add(f"{name}: that ÷ reading the ids once", numba / read, "×", "≤ 1" if has_bars else "",
                numba <= read if has_bars else None)  # fmt: skip
-    gpu = np.unique(np.geomspace(1, tree.n_blocks, SURFACE_BINS[0] * 3).astype(int))
-    gpu = gpu[-SURFACE_BINS[0] :]
-    host = gpu[-SURFACE_BINS[1] :]
-    pairs = len(gpu) * len(host)
-    both = cpu_s(lambda: surface(tree, gpu.tolist(), host.tolist(), order=order, compiled=True), 15)
-    report.add(f"{name}: surface of {pairs:,} pairs", both * 1e3, "ms")
-    report.add(f"{name}: surface ÷ curve", both / numba, "×", "≤ 5", both <= 5 * numba)
+    replay = Replay.of(tree, order=order, compiled=True)
+    size, settings = tree.n_blocks // 2, HostSettings(chunk_tokens=tree.requests.block_tokens)
+    gpu = cpu_s(lambda: replay.lru(size, settings.chunk_tokens, is_gpu=True))
+    host = cpu_s(lambda: replay.watermark(size, settings))
+    report.add(f"{name}: surface, a GPU size", gpu * 1e3, "ms")
+    report.add(f"{name}: surface, a size of LMCache's server", host * 1e3, "ms")
     return tree, numba
 
 

@@ -23,16 +23,19 @@ from typing import Any
 
 import numpy as np
 
+from harness.traces.surface import KINDS
 from sim.curves import bands
 from sim.curves.concurrent import concurrent_curve
 from sim.curves.convert import lookup_events
-from sim.curves.reference import hits_at, prefix_keys, split_at
+from sim.curves.reference import hits_at, prefix_keys
 from sim.curves.stack import curve
-from sim.curves.surface import surface
 from sim.curves.synthetic import random_trace, trace_of
-from sim.curves.trace import Trace
+from sim.curves.tiers import Replay, tier_surface
+from sim.curves.trace import Ints, Trace
 from sim.curves.tree import PrefixTree, build_tree
+from sim.predict import Predictor, TierSpec
 from sim.tiers.lmcache_mp import HostChunks
+from sim.tiers.settings import HostSettings
 
 
 @dataclass(slots=True)
@@ -81,27 +84,50 @@ def against_reference(wanted: int) -> Count:
     return count
 
 
-def surface_against_reference(wanted: int) -> Count:
-    """The surface against two ordered dicts, block and chunk sizes that do not divide."""
+def surface_against_prediction(wanted: int) -> Count:
+    """The surface of each kind of tier against ``sim.predict``, request by request."""
     count = Count()
-    for seed, trace, tree, keys in _traces(count, wanted, 10_000, n_requests=30, longest=12):
+    for seed, trace, tree, _ in _traces(count, wanted, 10_000, n_requests=30, longest=12):
         draw = random.Random(seed)
+        kind = KINDS[seed % len(KINDS)]
         block = trace.requests.block_tokens
-        gpu_tokens = draw.choice([block, block, 2 * block, max(1, block // 2), 3])
-        chunk = draw.choice([block, 2 * block, 4 * block, max(1, block // 4), 3, 5 * block])
-        tokens = tree.n_blocks * block
-        gpu = sorted({0, 1, 2, *(draw.randint(0, tokens // gpu_tokens + 1) for _ in range(3))})
-        host = sorted({0, 1, 2, *(draw.randint(0, tokens // chunk + 1) for _ in range(3))})
-        found = surface(tree, gpu, host, gpu_tokens=gpu_tokens, chunk_tokens=chunk,
-                        compiled=seed % 2 == 1)  # fmt: skip
+        if block == 1:
+            continue  # ``predict`` refuses it: LMCache cannot load a prompt that it holds in full
+        settings = HostSettings(
+            chunk_tokens=block * (1 if kind == "native" else draw.choice([1, 2, 4])),
+            watermark=draw.choice([0.5, 0.8, 1.0]) if kind == "lmcache-mp" else 0.8,
+        )
+        longest = -(-int(trace.requests.input_tokens.max()) // block)
+        gpu = sorted({longest + draw.randint(0, tree.n_blocks) for _ in range(3)})
+        least = longest if kind == "native" else 0
+        host = sorted({least + draw.randint(0, tree.n_blocks) for _ in range(5)})
+        replay = Replay.of(tree, last_token=True, compiled=seed % 2 == 1)
+        found = tier_surface(replay, gpu, host, kind=kind, settings=settings)
         for i, g in enumerate(gpu):
             for j, h in enumerate(host):
-                expected = split_at(keys, block, gpu_tokens=gpu_tokens, gpu_blocks=g,
-                                    chunk_tokens=chunk, host_chunks=h)  # fmt: skip
+                tiers = TierSpec(
+                    block_size=block, num_gpu_blocks=g + 1, max_num_batched_tokens=10**9,
+                    host=kind, host_chunks=h, **settings.settings(),
+                )  # fmt: skip
+                expected = predicted_sources(tree, tiers)
                 got = (int(found.gpu_hit_tokens[i, j]), int(found.host_loaded_tokens[i, j]))
                 count.check(expected == got, any(expected),
-                            f"seed {seed}, GPU {g}, host {h}: {expected} != {got}")  # fmt: skip
+                            f"seed {seed}, {kind}, GPU {g}, host {h}: {expected} != {got}")  # fmt: skip
     return count
+
+
+def predicted_sources(
+    tree: PrefixTree, tiers: TierSpec, order: Ints | None = None
+) -> tuple[int, int]:
+    """(GPU-hit, host-loaded) tokens of all requests by ``kvcliff predict``'s own predictor."""
+    server, hit, loaded = Predictor(tiers), 0, 0
+    for r in (tree.requests.order() if order is None else order).tolist():
+        keys, n_prompt = (-1 - tree.ids_of(r)).tolist(), int(tree.requests.input_tokens[r])
+        if not n_prompt:
+            continue  # no server takes it; a replay finds nothing for it
+        split = server.request_named(keys, n_prompt, 1).split
+        hit, loaded = hit + split.gpu_hit, loaded + split.host_loaded
+    return hit, loaded
 
 
 @cache
@@ -345,7 +371,7 @@ def _some(capacities: range, seed: int) -> list[int]:
 
 CHECKS: dict[str, tuple[Callable[[int], Count], int]] = {
     "curve = ordered dict": (against_reference, 20_000),
-    "surface = two ordered dicts": (surface_against_reference, 5_000),
+    "surface = sim.predict": (surface_against_prediction, 5_000),
     "curve = vLLM BlockPool": (against_block_pool, 3_000),
     "curve with decode blocks = vLLM BlockPool": (decode_against_block_pool, 2_000),
     "concurrent curve = vLLM BlockPool": (overlapping_against_block_pool, 3_000),

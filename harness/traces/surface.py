@@ -12,8 +12,7 @@ from harness.traces.serving import Serving, gpu_too_small, serial_curve, shared_
 from harness.words_and_colours import SOURCES
 from sim.curves.capacity import spaced
 from sim.curves.stack import Curve
-from sim.curves.surface import Surface
-from sim.curves.tiers import Replay, most_served, tier_surface
+from sim.curves.tiers import Replay, Surface, most_served, tier_surface
 from sim.curves.trace import MOST_TRACE_TOKENS
 from sim.tiers.settings import DEFAULT_KIND, HostSettings, TierKind
 

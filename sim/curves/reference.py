@@ -48,37 +48,3 @@ def hits_at(paths: Iterable[Path], capacity: int, *, forward: bool = False) -> i
     """Hits of a serial replay of ``paths`` at one capacity."""
     cache = ReferenceLru(capacity, forward=forward)
     return sum(cache.serve(path) for path in paths)
-
-
-def chunk_path(path: Path, block_tokens: int, chunk_tokens: int, tokens: int) -> list[Hashable]:
-    """Names of the full chunks of a prompt of ``tokens`` tokens whose blocks are ``path``.
-
-    A chunk's name is the block its last token lies in, and where in it.
-    """
-    ends = range(chunk_tokens, tokens + 1, chunk_tokens)
-    return [(path[(end - 1) // block_tokens], (end - 1) % block_tokens) for end in ends]
-
-
-def split_at(
-    paths: Sequence[Path],
-    block_tokens: int,
-    *,
-    gpu_tokens: int,
-    gpu_blocks: int,
-    chunk_tokens: int,
-    host_chunks: int,
-) -> tuple[int, int]:
-    """(GPU-hit tokens, host-loaded tokens) of a serial replay through both tiers.
-
-    The host tier is asked about every prompt and is written through, whatever the GPU holds; what
-    it loads begins where the GPU's hit ends.
-    """
-    gpu, host = ReferenceLru(gpu_blocks), ReferenceLru(host_chunks)
-    hit = loaded = 0
-    for path in paths:
-        tokens = len(path) * block_tokens
-        on_gpu = gpu.serve(chunk_path(path, block_tokens, gpu_tokens, tokens)) * gpu_tokens
-        in_host = host.serve(chunk_path(path, block_tokens, chunk_tokens, tokens)) * chunk_tokens
-        hit += on_gpu
-        loaded += max(0, in_host - on_gpu)
-    return hit, loaded

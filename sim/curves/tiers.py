@@ -14,7 +14,6 @@ from sim.curves.jit import read_only, run, runs_compiled
 from sim.curves.kernels.tiers import lru_tier, watermark_tier
 from sim.curves.pool import pool_hits
 from sim.curves.stack import first_counted, hit_caps, in_units, order_of
-from sim.curves.surface import Surface, capacities_of
 from sim.curves.trace import Ints
 from sim.curves.tree import PrefixTree
 from sim.tiers.host import HostRequest, HostShare
@@ -25,6 +24,26 @@ from sim.tiers.spec import TierSpec
 
 MOST_COPIED = 5_000_000
 """Blocks looked up, all sizes together, up to which second copies are followed: half a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """Token counts of shape (GPU capacities, host capacities), out of ``prompt_tokens``.
+
+    Capacities in GPU blocks of ``gpu_tokens`` and host chunks of ``chunk_tokens``, ascending.
+    Computed tokens are the rest, partial blocks and chunks included. ``prompt_tokens``, and
+    ``accesses``, the blocks of the trace looked up, are of the ``requests`` counted.
+    """
+
+    gpu_blocks: Ints
+    host_chunks: Ints
+    gpu_tokens: int
+    chunk_tokens: int
+    gpu_hit_tokens: Ints
+    host_loaded_tokens: Ints
+    prompt_tokens: int
+    accesses: int
+    requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +140,7 @@ def tier_surface(
     larger than itself), saying why.
     """
     block = replay.tree.requests.block_tokens
-    gpu, host = capacities_of(gpu_blocks, "GPU"), capacities_of(host_chunks, "host")
+    gpu, host = _capacities(gpu_blocks, "GPU"), _capacities(host_chunks, "host")
     on_gpu = [gpu_tokens(replay, int(size), len(gpu)) for size in gpu]
     loaded = np.zeros((len(gpu), len(host)), dtype=np.int64)
     for j, size in enumerate(host.tolist()):
@@ -136,6 +155,14 @@ def tier_surface(
         prompt_tokens=int(replay.tree.requests.input_tokens[counted].sum()),
         accesses=int(replay.tree.blocks_of_requests()[counted].sum()), requests=len(counted),
     )  # fmt: skip
+
+
+def _capacities(values: Sequence[int], tier: str) -> Ints:
+    """``values`` sorted, each once. Raises ValueError for none, or one below 0."""
+    edges = np.unique(np.asarray(values, dtype=np.int64))
+    if not len(edges) or edges[0] < 0:
+        raise ValueError(f"{tier} capacities {list(values)[:5]}; give at least one, none below 0")
+    return edges
 
 
 def gpu_tokens(replay: Replay, usable_blocks: int, n_sizes: int = 1) -> Ints:

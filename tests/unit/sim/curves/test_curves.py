@@ -16,8 +16,8 @@ from sim.curves.convert import convert, lookup_events
 from sim.curves.readers import read_trace
 from sim.curves.reference import ReferenceLru, hits_at, prefix_keys
 from sim.curves.stack import Curve, curve
-from sim.curves.surface import surface
 from sim.curves.synthetic import chat_trace, random_trace, trace_of
+from sim.curves.tiers import Replay
 from sim.curves.trace import TraceError
 from sim.curves.tree import PrefixTree, build_tree
 from tests.places import ROOT
@@ -136,7 +136,7 @@ def test_an_order_that_names_no_requests_is_refused(order: list[int], said: str)
         with pytest.raises(ValueError, match=said):
             curve(tree, order=np.array(order), compiled=compiled_too)
         with pytest.raises(ValueError, match=said):
-            surface(tree, [1], [1], order=np.array(order), compiled=compiled_too)
+            Replay.of(tree, order=np.array(order), compiled=compiled_too)
 
 
 def test_no_mismatch_against_an_ordered_dict_at_every_capacity() -> None:

@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.curves_exact import predicted_sources, surface_against_prediction
 from sim.curves.readers import read_trace
+from sim.curves.stack import curve
 from sim.curves.synthetic import chat_trace, random_trace, trace_of
-from sim.curves.tiers import Replay, tier_surface
-from sim.curves.trace import Ints, Trace
-from sim.curves.tree import PrefixTree, build_tree
+from sim.curves.tiers import Replay, Surface, tier_surface
+from sim.curves.trace import Trace
+from sim.curves.tree import build_tree
 from sim.errors import SpecError
-from sim.predict import Predictor, TierSpec
+from sim.predict import TierSpec
 from sim.tiers.settings import HostSettings, TierKind
 
 BLOCK = 16
@@ -31,16 +33,6 @@ def traces() -> list[Trace]:
             n = np.arange(len(trace.requests))
             trace.requests.input_tokens[:] += n * 7 % (40 if number == 3 else BLOCK)
     return made
-
-
-def predicted(tree: PrefixTree, tiers: TierSpec, order: Ints | None = None) -> tuple[int, int]:
-    """(GPU-hit, host-loaded) tokens of all requests by ``kvcliff predict``'s own predictor."""
-    server, hit, loaded = Predictor(tiers), 0, 0
-    for r in (tree.requests.order() if order is None else order).tolist():
-        keys = (-1 - tree.ids_of(r)).tolist()
-        split = server.request_named(keys, int(tree.requests.input_tokens[r]), 1).split
-        hit, loaded = hit + split.gpu_hit, loaded + split.host_loaded
-    return hit, loaded
 
 
 @pytest.mark.parametrize(
@@ -74,7 +66,7 @@ def test_a_surface_is_what_is_predicted_request_by_request(
                     )  # fmt: skip
                     got = found.gpu_hit_tokens[i, j], found.host_loaded_tokens[i, j]
                     if not compiled:
-                        assert got == predicted(tree, tiers), (kind, g, h)
+                        assert got == predicted_sources(tree, tiers), (kind, g, h)
                     loads += int(got[1] > 0)
         both = [
             tier_surface(
@@ -105,7 +97,7 @@ def test_a_real_traces_surface_is_what_is_predicted() -> None:
                 host="lmcache-mp", host_chunks=h, **settings.settings(),
             )  # fmt: skip
             got = found.gpu_hit_tokens[i, j], found.host_loaded_tokens[i, j]
-            assert got == predicted(tree, tiers, part), (g, h)
+            assert got == predicted_sources(tree, tiers, part), (g, h)
 
 
 def test_native_with_a_prompt_larger_than_itself_says_that_timing_decides() -> None:
@@ -120,3 +112,49 @@ def test_the_servers_watermark_by_hand() -> None:
     tree = build_tree(trace_of([[1, 2, 3, 4], [8, 9], [1, 2, 3, 4]], block_tokens=BLOCK))
     found = Replay.of(tree).watermark(5, HostSettings(chunk_tokens=BLOCK))
     assert found.tolist() == [0, 0, 1]
+
+
+def test_a_chunk_that_no_prompt_fills_is_never_loaded() -> None:
+    # 3 blocks of 16 are one chunk of 32; its 16 tokens behind it are computed again.
+    tree = build_tree(trace_of([[1, 2, 3], [1, 2, 3]], block_tokens=BLOCK))
+    found = surface_of(Replay.of(tree), [0], [99], chunk_tokens=32)
+    assert found.host_loaded_tokens.tolist() == [[32]]
+
+
+def test_the_last_token_costs_the_gpu_a_block_and_the_host_a_token() -> None:
+    replay = Replay.of(build_tree(trace_of([[1, 2], [1, 2]], block_tokens=BLOCK)), last_token=True)
+    found = surface_of(replay, [0, 9], [0, 9])
+    # GPU: floor(31 / 16) blocks. Host: 31 of 32 tokens, and 31 - 16 behind the GPU's hit.
+    assert found.gpu_hit_tokens.tolist() == [[0, 0], [16, 16]]
+    assert found.host_loaded_tokens.tolist() == [[0, 31], [0, 15]]
+    assert found.prompt_tokens == 64
+
+
+def test_the_gpu_side_is_the_curve() -> None:
+    tree = build_tree(random_trace(5))
+    sizes, block = [0, 3, 9, 50], tree.requests.block_tokens
+    found = surface_of(Replay.of(tree), sizes, [0], chunk_tokens=block)
+    hits = curve(tree)
+    assert (found.gpu_hit_tokens[:, 0] // block).tolist() == [hits.at(size) for size in sizes]
+
+
+def test_no_size_of_the_surface_differs_from_the_prediction() -> None:
+    count = surface_against_prediction(600)
+    assert (count.mismatches, count.examples) == (0, [])
+    assert count.with_hits > count.pairs // 3
+
+
+def test_capacities_out_of_range_are_refused() -> None:
+    replay = Replay.of(build_tree(random_trace(1)))
+    with pytest.raises(ValueError, match="GPU capacities"):
+        surface_of(replay, [-1], [1])
+    with pytest.raises(ValueError, match="host capacities"):
+        surface_of(replay, [1], [])
+
+
+def surface_of(
+    replay: Replay, gpu: list[int], host: list[int], *, chunk_tokens: int = BLOCK
+) -> Surface:
+    """With LMCache's server."""
+    settings = HostSettings(chunk_tokens=chunk_tokens)
+    return tier_surface(replay, gpu, host, kind="lmcache-mp", settings=settings)
