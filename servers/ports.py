@@ -13,14 +13,16 @@ HOST: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """TCP ports on 127.0.0.1, all different; the last two are None without LMCache.
+    """TCP ports on 127.0.0.1, all different; those of LMCache are None without it.
 
-    LMCache in vLLM's process has ``lmcache_http`` alone.
+    LMCache in vLLM's process has ``lmcache_http`` alone. ``events``: where a reader of vLLM's KV
+    events listens, to which vLLM connects; None where nobody reads them.
     """
 
     vllm: int
     lmcache: int | None = None
     lmcache_http: int | None = None
+    events: int | None = None
 
     @property
     def connector(self) -> int:
@@ -75,7 +77,7 @@ def check_ports_free(ports: Ports) -> None:
 
 
 def used(ports: Ports) -> list[int]:
-    """The port numbers in ``ports``."""
+    """The port numbers in ``ports`` that our servers listen on."""
     return [port for port in (ports.vllm, ports.lmcache, ports.lmcache_http) if port]
 
 

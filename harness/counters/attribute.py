@@ -73,7 +73,7 @@ def derive(
     Which tier it was follows from the counters' names. ``chunk_tokens`` is None without a host
     tier; ``chunk_bytes`` is used where the tier's state does not tell. Raises as ``delta``.
     """
-    moved = _moved(before, after)
+    moved = moved_between(before, after)
     if moved["preemptions"]:
         raise CounterError(
             f"{moved['preemptions']} preemptions happened: a preempted request counts its own "
@@ -100,8 +100,11 @@ _MAY_APPEAR = {
 } | {OTHERS_FINISHED}  # from the first request of the first other model on
 
 
-def _moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Differences of the counters present after; one absent before was first exported between."""
+def moved_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """Differences of the counters present after; one absent before was first exported between.
+
+    Raises MissingSeries for one that came or went, CounterReset for one that fell.
+    """
     gone = sorted(set(before) - set(after))
     if gone:
         raise MissingSeries(f"{', '.join(gone)} no longer exported after the request")

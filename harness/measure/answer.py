@@ -23,9 +23,11 @@ class StreamResult:
     and no error frame. Otherwise ``error`` says what was wrong and ``ttft_ms``, ``total_ms`` are
     None. ``total_ms`` ends at the last token event. ``first_byte_ms``: receipt of the first body
     byte. ``server_ttft_ms``: vLLM's queue_time_ms plus its
-    time_to_first_token_ms, which alone leaves out an LMCache load. ``output_sha256``: of the output
+    time_to_first_token_ms, which alone leaves out an LMCache load; ``queue_ms`` is the former, from
+    when the engine took the request in, which it does between two steps. ``output_sha256``: of the output
     token ids as a compact JSON list; of the text where the server returns no ids.
-    ``sent_unix_ns`` labels the row; nothing is ever subtracted from it.
+    ``sent_unix_ns`` labels the row; nothing is ever subtracted from it. ``sent_ns`` is the stamp that
+    times start at (``perf_counter_ns``); None: never sent.
     """
 
     ttft_ms: float | None
@@ -35,12 +37,14 @@ class StreamResult:
     output_tokens: int | None
     cached_tokens: int | None
     server_ttft_ms: float | None
+    queue_ms: float | None
     finish_reason: str | None
     complete: bool
     error: str | None
     output_sha256: str | None
     conn_reused: bool
     sent_unix_ns: int
+    sent_ns: int | None
 
 
 @dataclass(slots=True)
@@ -92,12 +96,14 @@ def judge_answer(answer: Received, *, prompt_tokens: int, output_tokens: int) ->
         output_tokens=_count(story.usage.get("completion_tokens")),
         cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
         server_ttft_ms=_server_ttft_ms(story.metrics),
+        queue_ms=_metric_ms(story.metrics, "queue_time_ms"),
         finish_reason=story.finish_reason,
         complete=error is None,
         error=error,
         output_sha256=story.output_sha256,
         conn_reused=answer.conn_reused,
         sent_unix_ns=answer.sent_unix_ns,
+        sent_ns=sent_ns,
     )
 
 
@@ -269,13 +275,18 @@ def _count(value: object) -> int | None:
 
 def _server_ttft_ms(metrics: Mapping[str, Any]) -> float | None:
     """Queue plus prefill: an LMCache load counts as queue time, so neither alone will do."""
-    parts = [metrics.get(name) for name in ("queue_time_ms", "time_to_first_token_ms")]
-    known = [
-        float(part)
-        for part in parts
-        if isinstance(part, int | float) and not isinstance(part, bool) and 0 <= part < MOST_MS
-    ]
-    return sum(known) if len(known) == len(parts) else None
+    queue, prefill = (
+        _metric_ms(metrics, name) for name in ("queue_time_ms", "time_to_first_token_ms")
+    )
+    return None if queue is None or prefill is None else queue + prefill
+
+
+def _metric_ms(metrics: Mapping[str, Any], name: str) -> float | None:
+    """One of vLLM's own times of a request; None where it is none."""
+    value = metrics.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < MOST_MS:
+        return None
+    return float(value)
 
 
 def _ms(start_ns: int | None, stop_ns: int | None) -> float | None:

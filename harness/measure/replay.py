@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import httpx
 
@@ -13,7 +14,7 @@ from harness.measure.answer import StreamResult
 from harness.measure.settle import Scraper, Settled
 from harness.measure.stream import complete_prompt
 from harness.record.journal import JournalWriter
-from harness.record.row import NO_CONNECTOR, SCHEMA, Row
+from harness.record.row import NO_CONNECTOR, SCHEMA, Loop, Row
 from sim.tiers.settings import TierKind
 from sim.workload import Request, Workload
 
@@ -23,6 +24,7 @@ class SessionContext:
     """What every row of a session repeats, and the deadlines of its waits in seconds.
 
     ``kind``, ``chunk_tokens`` and ``chunk_bytes`` are None in an arm without a host tier.
+    ``has_events``: somebody listens to vLLM's KV events.
     """
 
     run: str
@@ -36,25 +38,39 @@ class SessionContext:
     chunk_bytes: int | None
     request_s: float
     settle_s: float
+    has_events: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
-    """Everything known of one request once the servers have settled, or were given up on."""
+class Doors:
+    """The two ways into a session's servers."""
+
+    client: httpx.Client
+    scraper: Scraper
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything known of one request once the servers have settled, or were given up on.
+
+    ``why_not``: why ``measured`` is None. ``named_from``: as in ``harness.counters.events``.
+    """
 
     result: StreamResult
     before: Snapshot | None
     settled: Settled
     measured: Measured | None
-    why_not: str | None  # why ``measured`` is None
+    why_not: str | None
+    loop: Loop = "serial"
+    late_ms: float | None = None
+    named_from: int | None = None
 
 
 def replay(
     workload: Workload,
     context: SessionContext,
     *,
-    client: httpx.Client,
-    scraper: Scraper,
+    doors: Doors,
     journal: JournalWriter,
     on_row: Callable[[Row], None],
     check_alive: Callable[[], None],
@@ -64,58 +80,71 @@ def replay(
     The counters must be able to attribute the first complete warm-up request: otherwise the whole
     session could not be, and MachineError says why. ``check_alive`` raises when a server died.
     """
-    before: Snapshot | None = _fresh(scraper, context)
-    last: _Outcome | None = None
+    before: Snapshot | None = fresh(doors.scraper, context)
+    last: Outcome | None = None
     attributable = False
     for seq, request in enumerate(workload, start=1):
-        outcome = _ask(request, context, client=client, scraper=scraper, before=before, last=last,
-                       request_id=f"{context.session}-{seq}")  # fmt: skip
-        row = _row(request, context, seq=seq, outcome=outcome)
+        outcome = ask(request, context, doors=doors, before=before, last=last,
+                      request_id=request_id(context, seq))  # fmt: skip
+        row = row_of(request, context, seq=seq, outcome=outcome)
         journal.append(row)
         on_row(row)
         check_alive()
         attributable = attributable or row.is_attributed
         if request.phase == "warmup" and row.complete and not attributable:
-            raise MachineError(
-                f"{context.session}: the servers' counters cannot attribute a request: "
-                f"{outcome.why_not}",
-                hint="install the supported engine versions (make setup): README.md names them",
-            )
+            raise not_attributable(context, outcome)
         # None: the row after this one says so; its latency counts all the same.
-        before, last = outcome.settled.after or scraper.read_or_none(), outcome
+        before, last = outcome.settled.after or doors.scraper.read_or_none(), outcome
 
 
-def _fresh(scraper: Scraper, context: SessionContext) -> Snapshot | None:
+def request_id(context: SessionContext, seq: int) -> str:
+    """What our request is called in the server's log and in its KV events."""
+    return f"{context.session}-{seq}"
+
+
+def not_attributable(context: SessionContext, outcome: Outcome) -> MachineError:
+    """A session whose first requests cannot be attributed ends here."""
+    return MachineError(
+        f"{context.session}: the servers' counters cannot attribute a request: {outcome.why_not}",
+        hint="install the supported engine versions (make setup): README.md names them",
+    )
+
+
+def fresh(scraper: Scraper, context: SessionContext) -> Snapshot | None:
     """The counters of servers that have answered nothing but the launcher's readiness request."""
-    fresh = scraper.settle(None, deadline_s=context.settle_s)
-    if fresh.unsettled:
+    found = scraper.settle(None, deadline_s=context.settle_s)
+    if found.unsettled:
         raise MachineError(
-            f"{context.session}: the servers are not fresh and idle: {fresh.unsettled}",
+            f"{context.session}: the servers are not fresh and idle: {found.unsettled}",
             hint="read the session's server logs; raise deadlines.settle_s on a slow machine",
         )
-    return fresh.after
+    return found.after
 
 
-def _ask(
+def ask(
     request: Request,
     context: SessionContext,
     *,
-    client: httpx.Client,
-    scraper: Scraper,
+    doors: Doors,
     before: Snapshot | None,
-    last: _Outcome | None,
+    last: Outcome | None,
     request_id: str,
-) -> _Outcome:
+) -> Outcome:
+    """Send one request alone, settle, and attribute it by the counters around it.
+
+    ``last``: what became of the request before. ``request_id``: it is also the ``session_id``.
+    """
     result = complete_prompt(
-        client,
+        doors.client,
         model=context.model_name,
         prompt=request.prompt,
         output_tokens=request.output_tokens,
         deadline_s=context.request_s,
         request_id=request_id,
+        session_id=request_id if context.has_events else None,
     )
     settled = (
-        scraper.settle(before, deadline_s=context.settle_s)
+        doors.scraper.settle(before, deadline_s=context.settle_s)
         if before
         else Settled(None, 0.0, "the counters could not be read before the request")
     )
@@ -125,9 +154,9 @@ def _ask(
             error = "the server was not idle when this was sent: the request before had failed"
             result = replace(result, complete=False, error=result.error or error)
         reason = f"the request before had not settled: {last.settled.unsettled}"
-        return _Outcome(result, before, settled, None, reason)
+        return Outcome(result, before, settled, None, reason)
     measured, why_not = _attribute(request, context, before=before, settled=settled)
-    return _Outcome(result, before, settled, measured, why_not)
+    return Outcome(result, before, settled, measured, why_not)
 
 
 def _attribute(
@@ -149,7 +178,8 @@ def _attribute(
     return measured, None
 
 
-def _row(request: Request, context: SessionContext, *, seq: int, outcome: _Outcome) -> Row:
+def row_of(request: Request, context: SessionContext, *, seq: int, outcome: Outcome) -> Row:
+    """The journal's line of one request."""
     result, settled, measured = outcome.result, outcome.settled, outcome.measured
     split = measured.split if measured else None
     return Row(
@@ -179,6 +209,11 @@ def _row(request: Request, context: SessionContext, *, seq: int, outcome: _Outco
         cached_tokens=result.cached_tokens,
         disagreement=_disagreement(measured, result.cached_tokens) if measured else None,
         server_ttft_ms=result.server_ttft_ms,
+        queue_ms=result.queue_ms,
+        loop=outcome.loop,
+        late_ms=outcome.late_ms,
+        attributed_by=_attributed_by(outcome),
+        named_from=outcome.named_from,
         first_byte_ms=result.first_byte_ms,
         settle_ms=settled.settle_ms,
         conn_reused=result.conn_reused,
@@ -191,6 +226,12 @@ def _row(request: Request, context: SessionContext, *, seq: int, outcome: _Outco
         counters_after=settled.after.flat() if settled.after else None,
         sent_unix_ns=result.sent_unix_ns,
     )
+
+
+def _attributed_by(outcome: Outcome) -> Literal["counters", "events"] | None:
+    if outcome.measured is None:
+        return None
+    return "counters" if outcome.loop == "serial" else "events"
 
 
 def _disagreement(measured: Measured, cached_tokens: int | None) -> str | None:

@@ -4,14 +4,17 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from harness.files import write_lines
+from harness.measure.kv_events import EventSocket
+from harness.measure.load import LoadContext, LoadedSession
 from harness.measure.progress import RunProgress
-from harness.measure.replay import SessionContext, replay
+from harness.measure.replay import Doors, SessionContext, replay
 from harness.measure.settle import Scraper
 from harness.measure.stream import open_client
 from harness.plan.experiment import Experiment, SessionPlan
@@ -75,6 +78,7 @@ def _measure(
     started = utc_now()
     with (
         sampled(devices_of(session.arm, os.environ)) as gpu,
+        _events(experiment) as events,
         launch(
             session.arm,
             log_stem=folder.path / f"server-{session.name}",
@@ -82,6 +86,7 @@ def _measure(
             cache_dir=cache_dir,
             deadline_s=experiment.plan.deadlines.start_s,
             session=session.name,
+            events_port=events.port if events else None,
         ) as running,
     ):
         facts = probe(running, session.arm)
@@ -89,11 +94,17 @@ def _measure(
         noted = _session_facts(running, facts, folder=folder, cache_dir=cache_dir)
         folder.note_session(session.name, {"started": started, **noted})
         progress.session_ready(session, start_s=running.start_s)
-        _replay(experiment, session, folder, running, facts.connector, on_row=progress.row)
+        _replay(experiment, session, folder, running, facts.connector, events=events,
+                on_row=progress.row)  # fmt: skip
         gpu.mark("end")
     folder.note_session(
         session.name, {"ended": utc_now(), "gpu": gpu.record(), "unread_gpus": running.unread_gpus}
     )
+
+
+def _events(experiment: Experiment) -> AbstractContextManager[EventSocket | None]:
+    """Where vLLM's KV events arrive, for a plan that needs them."""
+    return nullcontext() if experiment.plan.load is None else EventSocket()
 
 
 def _replay(
@@ -103,6 +114,7 @@ def _replay(
     running: Running,
     connector: str | None,
     *,
+    events: EventSocket | None,
     on_row: Callable[[Row], None],
 ) -> None:
     host, deadlines = session.arm.host, experiment.plan.deadlines
@@ -118,7 +130,9 @@ def _replay(
         chunk_bytes=experiment.chunk_bytes if host else None,
         request_s=deadlines.request_s,
         settle_s=deadlines.settle_s,
+        has_events=events is not None,
     )
+    workload = experiment.workload_of(session.arm)
     with (
         JournalWriter(folder.journal(session.name)) as journal,
         open_client(running.base_url, deadline_s=context.request_s) as client,
@@ -129,15 +143,32 @@ def _replay(
             model_name=running.model_name,
         ) as scraper,
     ):
-        replay(
-            experiment.workload_of(session.arm),
+        doors = Doors(client, scraper)
+        if events is None:
+            replay(workload, context, doors=doors, journal=journal, on_row=on_row,
+                   check_alive=running.check_alive)  # fmt: skip
+            return
+        LoadedSession(
             context,
-            client=client,
-            scraper=scraper,
-            journal=journal,
-            on_row=on_row,
-            check_alive=running.check_alive,
-        )
+            _load_context(experiment, session, running),
+            doors,
+            events,
+            journal,
+            on_row,
+            running.check_alive,
+        ).run(workload)
+
+
+def _load_context(experiment: Experiment, session: SessionPlan, running: Running) -> LoadContext:
+    plan, arm = experiment.plan, session.arm
+    assert plan.load is not None, "events are listened to under load alone"
+    return LoadContext(
+        load=plan.load,
+        seed=plan.workload.seed,
+        base_url=running.base_url,
+        block_size=arm.server.block_size,
+        is_caching=arm.prefix_caching,
+    )
 
 
 def _session_facts(

@@ -1,4 +1,4 @@
-"""Waiting until one request has left no work behind in the servers, and reading their counters.
+"""Waiting until what was asked has left no work behind in the servers, and reading their counters.
 
 Settle on counters, never on a sleep: only a quiescent server makes the next request predictable,
 and only final counters belong to the request before. vLLM's conditions are here, as in 0.32.0; those of
@@ -17,7 +17,14 @@ import httpx
 from harness.counters import pages
 from harness.counters.attribute import Snapshot
 from harness.counters.errors import CounterError, MissingSeries, ScrapeError, UnreachableError
-from harness.counters.tiers.base import HopelessError, HostReading, NotYetError, Rest, wait_if
+from harness.counters.tiers.base import (
+    ONE_REQUEST,
+    Asked,
+    HopelessError,
+    HostReading,
+    NotYetError,
+    Rest,
+)
 from harness.counters.tiers.registry import COUNTED
 from harness.measure.bounded_http import BoundedTransport
 from servers.metrics import KV_USAGE, PROCESS_START, VLLM_GAUGES, VLLM_SERIES
@@ -50,6 +57,7 @@ class Settled:
 class _Progress:
     """What one settle has seen so far."""
 
+    asked: Asked
     rest: Rest | None
     blocks_freed: bool = False
 
@@ -112,8 +120,10 @@ class Scraper:
         except CounterError:
             return None
 
-    def settle(self, before: Snapshot | None, *, deadline_s: float) -> Settled:
-        """Wait until the one request sent since ``before`` has left no work behind in the servers.
+    def settle(
+        self, before: Snapshot | None, *, deadline_s: float, asked: Asked = ONE_REQUEST
+    ) -> Settled:
+        """Wait until the requests ``asked`` since ``before`` have left no work in the servers.
 
         ``before`` None: since their start, in which a fresh server has answered exactly one
         request, the launcher's readiness completion. More means the counters are not fresh.
@@ -125,7 +135,8 @@ class Scraper:
         """
         start = time.monotonic()
         end = start + deadline_s
-        progress = _Progress(self._tier.rest(self._model_name) if self._tier else None)
+        rest = self._tier.rest(self._model_name, asked) if self._tier else None
+        progress = _Progress(asked, rest)
         while True:
             remaining = end - time.monotonic()
             try:
@@ -175,9 +186,11 @@ class Scraper:
     ) -> None:
         finished = counters["finished"]
         finished -= before.vllm["finished"] if before else 0
-        if finished < 0 or finished > 1:
-            raise HopelessError(f"vLLM's finished requests moved by {finished} where we sent 1")
-        wait_if("vLLM has not counted the request as finished" if finished == 0 else None)
+        progress.asked.check(
+            finished,
+            what="vLLM's finished requests",
+            missing="vLLM has not counted the request as finished",
+        )
         where = {"where": self._vllm_url, "model_name": self._model_name}
         running, waiting, usage = (pages.gauge_value(samples, s, **where) for s in VLLM_GAUGES)
         # The gauge is published with step statistics and may lag: zero once after success will do.

@@ -7,7 +7,7 @@ each packet with ``time.perf_counter_ns``; JSON is decoded only after the stream
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -46,19 +46,26 @@ def complete_prompt(
     output_tokens: int,
     deadline_s: float,
     request_id: str,
+    session_id: str | None = None,
+    is_just_used: bool = False,
+    wait_for_turn: Callable[[], None] | None = None,
 ) -> StreamResult:
     """Send one prompt of token ids and read its stream to the end; every fault becomes a result.
 
-    The connection is opened or verified by a GET before the clock starts. The request is sent once.
-    ``deadline_s`` runs from the sending to ``[DONE]``, however the packets dribble.
+    The connection is opened or verified by a GET before the clock starts, unless it ``is_just_used``.
+    The request is sent once, when ``wait_for_turn`` returns. ``session_id``: what the server's KV
+    events call it. ``deadline_s`` runs from the sending to ``[DONE]``, however the packets dribble.
     """
     answer = Received(sent_unix_ns=time.time_ns())
-    payload = json.dumps(
-        request_body(model=model, prompt=prompt, output_tokens=output_tokens),
-        separators=(",", ":"),
-    ).encode()
+    body = request_body(model=model, prompt=prompt, output_tokens=output_tokens)
+    if session_id is not None:
+        body["session_id"] = session_id
+    payload = json.dumps(body, separators=(",", ":")).encode()
     try:
-        _verify_connection(client, deadline_s)
+        if not is_just_used:
+            _verify_connection(client, deadline_s)
+        if wait_for_turn is not None:
+            wait_for_turn()
         _exchange(client, payload, answer, deadline_s=deadline_s, request_id=request_id)
     except (httpx.HTTPError, StreamError) as fault:
         answer.fault = _describe(fault, answer, deadline_s)

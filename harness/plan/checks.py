@@ -23,7 +23,10 @@ def problems_of(plan: Plan) -> list[str]:
     problems = list(_unknown_arms(plan)) or [*_arms_problems(plan), *_order_problems(plan)]
     if problems:  # the rest asks what the arms are
         return problems
-    problems = [*_workload_problems(plan), *_gpu_tier_problems(plan), *_host_tier_problems(plan)]
+    problems = [
+        *_workload_problems(plan), *_load_problems(plan),
+        *_gpu_tier_problems(plan), *_host_tier_problems(plan),
+    ]  # fmt: skip
     passes = [pass_name(index, order) for index, order in enumerate(plan.workload.passes)]
     wrong = unknown_pass(plan.decision, passes)
     return [*problems, wrong] if wrong else problems
@@ -51,6 +54,18 @@ def _workload_problems(plan: Plan) -> Iterator[str]:
             f"server.max_num_batched_tokens is {server.max_num_batched_tokens}, but a prompt has "
             f"{prompt} tokens; a prefill in several steps is not predictable to the token"
         )
+
+
+def _load_problems(plan: Plan) -> Iterator[str]:
+    """Why requests in flight together could not be told apart."""
+    if plan.load is None:
+        return
+    if problem := plan.load.problem():
+        yield problem
+    for name, arm in plan.arms.items():
+        for flag in arm.flags:
+            if flag == "-dp" or may_mean(flag, "--data-parallel-size"):
+                yield f"arms.{name}.flags has {flag}: under [load] one rank's KV events are read"
 
 
 def _unknown_arms(plan: Plan) -> Iterator[str]:
@@ -100,7 +115,7 @@ _OURS = (
     "--max-model-len", "--block-size", "--num-gpu-blocks-override", "--max-num-seqs",
     "--max-num-batched-tokens", "--enable-prefix-caching", "--no-enable-prefix-caching",
     "--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend",
-    "--api-server-count", "--disable-log-stats", "--config",
+    "--api-server-count", "--disable-log-stats", "--config", "--kv-events-config",
 )  # fmt: skip
 
 

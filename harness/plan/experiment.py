@@ -1,12 +1,14 @@
 """A plan with everything decided that it leaves to the machine, and what is predicted for it."""
 
 import importlib.metadata
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import InputError, MachineError
 from harness.plan import models
 from harness.plan.arms import BASELINE, CONTROL
+from harness.plan.load import DEFAULT_SEQS
 from harness.plan.plan import (
     Plan,
     Weights,
@@ -16,6 +18,7 @@ from harness.plan.plan import (
     whole_workload,
 )
 from servers.arms import SUPPORTED, Arm, Build, ServerSpec
+from servers.command import EVENTS_SINCE
 from servers.tiers.base import HostTier
 from servers.tiers.registry import SERVED
 from sim.errors import SpecError
@@ -24,6 +27,9 @@ from sim.predict import NotPredictable, Prediction, TierSpec, predict
 from sim.tiers.registry import with_host
 from sim.tiers.settings import DEFAULT_KIND
 from sim.workload import Workload
+
+_SEQS = 4
+"""Requests that run at once where one is in flight; on CUDA few keep the graph captures few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,7 @@ def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
     """Fix everything the plan leaves to the machine: engine build, dtype, model, token ids."""
     build = installed_build() if plan.server.build == "auto" else plan.server.build
     engine = engine_version(build) if plan.server.engine == "auto" else plan.server.engine
+    _check_events(plan, engine)
     dtype = plan.server.dtype
     if dtype == "auto":
         dtype = "bfloat16" if build == "gpu" else "float32"
@@ -115,12 +122,27 @@ def resolve(plan: Plan, *, cache_dir: Path) -> Experiment:
     return Experiment(resolved, plan_id, arms, sessions, workload, geometry, model)
 
 
+def _check_events(plan: Plan, engine: str) -> None:
+    """InputError where requests in flight together cannot be told apart by ``engine``'s events."""
+    version = tuple(int(part) for part in re.findall(r"[0-9]+", engine)[:2])
+    if plan.load is not None and version < EVENTS_SINCE:
+        raise InputError(
+            f"the vLLM of this plan is {engine}; under [load] the sources of a request come from "
+            f"vLLM's KV events, which name the request since {EVENTS_SINCE[0]}.{EVENTS_SINCE[1]}",
+            hint="leave [load] out, or use a newer vLLM",
+        )
+
+
 def tiers_of(plan: Plan, arm: Arm, geometry: KvGeometry) -> TierSpec:
     """What the predictor needs to know of ``arm``'s server, ``plan`` being resolved.
 
     Raises NotPredictable for an arm whose tiers are not modelled, saying why.
     """
     host = arm.host
+    if plan.load is not None:
+        raise NotPredictable(
+            "several requests are in flight: which of them the tiers serve first is a matter of timing"
+        )
     if arm.env or arm.flags or arm.connector:
         raise NotPredictable(
             f"arm {arm.name!r} has env, flags or a connector of its own: what they do to the tiers "
@@ -214,6 +236,7 @@ def arms_of(plan: Plan, model: str) -> dict[str, Arm]:
         dtype=section.dtype,
         eager=section.eager,
         load_format=plan.model.weights,
+        max_num_seqs=section.max_num_seqs or (DEFAULT_SEQS if plan.load else _SEQS),
     )
     names = [BASELINE, plan.treatment, *([CONTROL] if plan.control else [])]
     return {name: _arm(plan, name, server) for name in names}

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from harness.errors import InputError
 from harness.plan.arms import BASELINE, CONTROL, treatments
 from harness.plan.host import DEFAULT, EvictionFields
+from harness.plan.load import DEFAULT_SEQS, LoadSection
 from harness.plan.order import drawn
 from harness.plan.rule import DecisionSection
 from servers.arms import connector_class
@@ -110,6 +111,11 @@ class ServerSection(_Section):
         description="true: no compilation and no CUDA graphs, so a GPU server starts sooner and "
         "generates more slowly",
     )
+    max_num_seqs: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+        default=None,
+        description="requests that run at once, the others wait; by default 4, with a `[load]` "
+        f"{DEFAULT_SEQS}",
+    )
 
 
 class _HostSize(_Section):
@@ -203,6 +209,7 @@ class Plan(_Section):
     server: ServerSection
     host: HostSection
     control: ControlSection | None = None
+    load: LoadSection | None = None
     arms: dict[ArmName, ArmSection] = {}
     deadlines: DeadlineSection = DeadlineSection()
     decision: DecisionSection = DecisionSection()

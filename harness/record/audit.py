@@ -1,13 +1,17 @@
 """What in a row contradicts itself, the row before it or its own raw counters."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.counters.attribute import derive
 from harness.counters.errors import CounterError
+from harness.counters.events import chunks_loaded, split_by_events
+from harness.counters.passes import PassRequest, check_pass
 from harness.counters.tiers.registry import STATE_NAMES, tier_of
 from harness.plan.plan import session_name
 from harness.record.row import NUMBERS, Row
+from sim.split import TokenSplit
 from sim.workload import WARMUP_PASS
 
 
@@ -20,10 +24,8 @@ def contradiction(row: Row, last: Row | None) -> str | None:
         if n_bytes is not None and (not unit or n_bytes < unit or n_bytes % unit):
             return f"chunk_bytes {n_bytes} is no whole number of bytes for each of {unit} tokens"
         return None
-    if None not in (last.counters_after, row.counters_before) and (
-        last.counters_after != row.counters_before
-    ):
-        return "counters_before are not the counters_after of the row before"
+    if problem := _in_counters(row, last):
+        return problem
     if row.connector != last.connector:  # of the server, which is one, as is its tier's unit
         return f"connector is {row.connector!r} after {last.connector!r}"
     if row.chunk_tokens != last.chunk_tokens or row.chunk_bytes != last.chunk_bytes:
@@ -31,6 +33,19 @@ def contradiction(row: Row, last: Row | None) -> str | None:
             f"chunk_tokens {row.chunk_tokens}, chunk_bytes {row.chunk_bytes} after "
             f"{last.chunk_tokens}, {last.chunk_bytes}"
         )
+    return None
+
+
+def _in_counters(row: Row, last: Row) -> str | None:
+    """The counters go on where those of the row before ended; a pass in flight shares them."""
+    if row.loop != "serial" and row.pass_name == last.pass_name:
+        if (row.counters_before, row.counters_after) != (last.counters_before, last.counters_after):
+            return "the counters are not those of the row before, which was in flight in its pass"
+        return None
+    if None not in (last.counters_after, row.counters_before) and (
+        last.counters_after != row.counters_before
+    ):
+        return "counters_before are not the counters_after of the row before"
     return None
 
 
@@ -76,6 +91,12 @@ def _in_sources(row: Row) -> str | None:
     """What the token sources contradict."""
     if row.is_attributed != (row.unattributed is None):
         return "unattributed must say why exactly when the token sources are null"
+    if row.is_attributed != (row.attributed_by is not None):
+        return "attributed_by must be given exactly when the token sources are"
+    if row.attributed_by == "counters" and row.loop != "serial":
+        return "attributed_by is 'counters', which cannot tell requests in flight apart"
+    if row.loop == "serial" and row.late_ms is not None:
+        return f"late_ms is {row.late_ms} of a request that was due at no time"
     if row.loaded_bytes is not None and row.loaded_source is None:
         return "loaded_bytes without a loaded_source"
     cached = row.cached_tokens
@@ -99,6 +120,8 @@ def unlike_counters(row: Row, kept: dict[Any, Derived]) -> str | None:
     """
     if not row.is_attributed:
         return None
+    if row.attributed_by == "events":
+        return _unlike_events(row)
     before, after = row.counters_before, row.counters_after
     if before is None or after is None:
         return "token sources without the counters they are from"
@@ -118,6 +141,75 @@ def unlike_counters(row: Row, kept: dict[Any, Derived]) -> str | None:
         if (said := getattr(row, name)) != found:
             return f"{name} is {said}, but the row's own counters say {found}"
     return None
+
+
+def _unlike_events(row: Row) -> str | None:
+    """As ``unlike_counters`` for sources by events; what they add up to is for ``PassSums``."""
+    try:
+        split = split_by_events(row.prompt_tokens, row.cached_tokens or 0, row.named_from)
+    except CounterError as error:
+        return str(error)
+    unit, n_bytes = row.chunk_tokens, row.chunk_bytes
+    if split.host_loaded and not unit:
+        return f"host_loaded is {split.host_loaded} without a host tier"
+    loaded = chunks_loaded(split, unit) * n_bytes if unit and n_bytes else None
+    derived = (split.computed, split.gpu_hit, split.host_loaded, None, loaded)
+    for name, found in zip(NUMBERS, derived, strict=True):
+        if (said := getattr(row, name)) != found:
+            return f"{name} is {said}, but cached_tokens and named_from say {found}"
+    return None
+
+
+@dataclass(slots=True)
+class PassSums:
+    """The rows of a pass in flight, until it is over and must add up to its counters."""
+
+    _last: Row | None = None
+    _requests: list[PassRequest] = field(default_factory=list)
+
+    def add(self, row: Row) -> str | None:
+        """Take the next row of the journal; what is wrong with the pass that it ends, if any."""
+        last = self._last
+        is_next = last is not None and last.pass_name != row.pass_name
+        problem = self.end() if is_next else None
+        if row.loop != "serial":
+            self._last = row
+            self._requests.append(as_pass_request(row))
+        return problem
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the counters of the pass have more requests than it has rows."""
+        row = self._last
+        if row is None or row.counters_before is None or row.counters_after is None:
+            return False
+        finished = [
+            counters.get("finished", 0) for counters in (row.counters_before, row.counters_after)
+        ]
+        return finished[1] - finished[0] > len(self._requests)
+
+    def end(self) -> str | None:
+        """What is wrong with the pass that ends here, if there was one."""
+        last, requests = self._last, self._requests
+        self._last, self._requests = None, []
+        if last is None or all(request.split is None for request in requests):
+            return None
+        if last.counters_before is None or last.counters_after is None:
+            return f"pass {last.pass_name}: token sources without the counters they add up to"
+        try:
+            check_pass(last.counters_before, last.counters_after, requests)
+        except CounterError as error:
+            return f"pass {last.pass_name}: {error}"
+        return None
+
+
+def as_pass_request(row: Row) -> PassRequest:
+    """What of a row its pass must add up."""
+    if row.computed is None or row.gpu_hit is None or row.host_loaded is None:
+        return PassRequest(row.prompt_tokens, None)
+    split = TokenSplit(row.prompt_tokens, row.computed, row.gpu_hit, row.host_loaded)
+    loaded = chunks_loaded(split, row.chunk_tokens) if row.chunk_tokens else None
+    return PassRequest(row.prompt_tokens, split, loaded)
 
 
 def _derived(row: Row, before: Mapping[str, int], after: Mapping[str, int]) -> Derived:

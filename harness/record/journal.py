@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from harness.errors import InputError
 from harness.files import load_json, read_lines, validated
-from harness.record.audit import Derived, contradiction, unlike_counters
+from harness.record.audit import Derived, PassSums, contradiction, unlike_counters
 from harness.record.row import NUMBERS, AnyRow, PredictedRow, Row
 from harness.record.versions import current
 
@@ -32,12 +32,12 @@ class JournalWriter:
                 hint="use a new run folder, or --resume the run this journal belongs to",
             ) from None
 
-    def append(self, row: Row) -> None:
-        """Write one row durably: one write, then fsync."""
-        line = (row.to_json() + "\n").encode("ascii")
-        written = os.write(self._fd, line)
-        if written != len(line):
-            raise OSError(f"only {written} of {len(line)} bytes of a journal row were written")
+    def append(self, *rows: Row) -> None:
+        """Write rows durably, those of a pass in flight together: one write, then fsync."""
+        lines = "".join(row.to_json() + "\n" for row in rows).encode("ascii")
+        written = os.write(self._fd, lines)
+        if written != len(lines):
+            raise OSError(f"only {written} of {len(lines)} bytes of journal rows were written")
         os.fsync(self._fd)
 
     def __enter__(self) -> "JournalWriter":
@@ -55,17 +55,24 @@ def read_journal(path: Path, notes: list[str] | None = None) -> list[Row]:
 def walk_journal(path: Path, notes: list[str]) -> Iterator[Row]:
     """The rows of one journal, in order, one at a time: memory does not grow with their number.
 
-    An unterminated last line (a killed writer's torn record) is left out and said in ``notes``.
+    An unterminated last line (a killed writer's torn record) is left out and said in ``notes``, as
+    is a last pass of requests in flight that lacks some of them.
     Anything else that is not a valid row, a key met twice, or sources that do not follow from the
     row's own raw counters raises InputError with file, line and field.
     """
     last: Row | None = None
     kept: dict[Any, Derived] = {}
+    sums = PassSums()
     for number, row in _records(path, Row, notes):
-        if problem := contradiction(row, last) or unlike_counters(row, kept):
+        problem = contradiction(row, last) or unlike_counters(row, kept) or sums.add(row)
+        if problem:
             raise InputError(f"{path}, line {number}: {problem}")
         yield row
         last = row
+    if sums.is_cut_short:
+        notes.append(f"{path}: the last pass lacks requests that its counters have")
+    elif problem := sums.end():
+        raise InputError(f"{path}: {problem}")
 
 
 def walk_predictions(path: Path) -> Iterator[PredictedRow]:

@@ -13,7 +13,7 @@ from harness.files import dump_json
 from harness.plan.requests import Key
 
 # Of journals and predictions; harness.record.versions has the history and reads the older ones.
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 
 # No Literal, which would take 2.0 for 2.
 Version = Annotated[int, Field(ge=SCHEMA, le=SCHEMA)]
@@ -26,6 +26,9 @@ UnixNanoseconds = Annotated[int, Field(ge=0, lt=2**63)]
 
 # 1e9 ms are eleven days: beyond that it is no duration, and sums of such overflow.
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+Loop = Literal["serial", "closed", "open"]
+"""How requests were sent: one at a time; so many in flight; each when it was due."""
 
 NO_CONNECTOR = "none"
 """``Row.connector`` of a server that runs without a KV connector."""
@@ -119,12 +122,34 @@ class Row(Sample):
     server_ttft_ms: Milliseconds | None = Field(
         description="vLLM's own queue time + time to first token"
     )
+    queue_ms: Milliseconds | None = Field(
+        description="vLLM's own queue time, from when the engine took the request in, between two "
+        "steps; null: not said"
+    )
+    loop: Loop = Field(
+        description="serial: sent alone; closed: with so many others in flight; open: when it was due"
+    )
+    late_ms: Milliseconds | None = Field(
+        description="sent so long after it was due; null: not due at any time"
+    )
+    attributed_by: Literal["counters", "events"] | None = Field(
+        description="what the token sources are from: counters around this request alone, or vLLM's "
+        "KV events; null: they are null"
+    )
+    named_from: Count | None = Field(
+        description="prompt tokens before the first block that the KV events say the request named; "
+        "null: it named none, or nobody listened"
+    )
     first_byte_ms: Milliseconds | None = Field(description="first byte of the response body")
     conn_reused: bool = Field(description="the request went out on a connection already open")
     finish_reason: str | None = Field(description="as the server gave it")
     output_sha256: str | None = Field(description="SHA-256 of the output token ids")
-    counters_before: dict[str, int] | None = Field(description="raw counters before the request")
-    counters_after: dict[str, int] | None = Field(description="raw counters once settled")
+    counters_before: dict[str, int] | None = Field(
+        description="raw counters before the request, or before its pass where others are in flight"
+    )
+    counters_after: dict[str, int] | None = Field(
+        description="raw counters once the request, or its pass, has settled"
+    )
 
 
 SampleColumn = Literal[

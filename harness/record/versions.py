@@ -6,8 +6,12 @@ History of journals, predictions and manifests:
   ``connector`` meant that the server had none. Predictions name no version, call the bytes moved
   ``transferred_bytes`` and may lack ``why_not``. Manifests of the first runs lack ``run`` and
   ``sealed``.
-- 2: a manifest has the ``shape`` of its model. A row's null ``connector`` means that it was not recorded, as null does everywhere; a
-  prediction names its version and says ``loaded_bytes``, as a row does.
+- 2: a manifest has the ``shape`` of its model. A row's null ``connector`` means that it was not
+  recorded, as null does everywhere; a prediction names its version and says ``loaded_bytes``, as
+  a row does.
+- 3: a row says how it was sent (``loop``, ``late_ms``) and how its sources were attributed
+  (``attributed_by``, ``named_from``), and has vLLM's ``queue_ms``. Rows before were sent one at a
+  time and attributed by counters.
 """
 
 from collections.abc import Callable
@@ -30,6 +34,22 @@ def _row_of_1(row: JsonObject) -> JsonObject:
 def _prediction_of_1(row: JsonObject) -> JsonObject:
     renamed = {"loaded_bytes" if n == "transferred_bytes" else n: v for n, v in row.items()}
     return {"why_not": None, **renamed}
+
+
+def _row_of_2(row: JsonObject) -> JsonObject:
+    is_attributed = row.get("computed") is not None
+    return {
+        **row,
+        "queue_ms": None,
+        "loop": "serial",
+        "late_ms": None,
+        "attributed_by": "counters" if is_attributed else None,
+        "named_from": None,
+    }
+
+
+def _same(record: JsonObject) -> JsonObject:
+    return record
 
 
 def plan_as_today(written: JsonObject) -> JsonObject:
@@ -56,8 +76,8 @@ def plan_as_today(written: JsonObject) -> JsonObject:
 
 # From each older version to the one after it, 1 first.
 _MIGRATIONS: dict[type[Record], tuple[Migration, ...]] = {
-    Row: (_row_of_1,),
-    PredictedRow: (_prediction_of_1,),
+    Row: (_row_of_1, _row_of_2),
+    PredictedRow: (_prediction_of_1, _same),
 }
 
 
@@ -76,7 +96,7 @@ def current_manifest(content: Any, folder: str, *, where: str) -> Any:
     def of_1(manifest: JsonObject) -> JsonObject:
         return {"run": folder, "sealed": {}, "shape": None, **manifest}
 
-    return _migrated(content, (of_1,), None, where)
+    return _migrated(content, (of_1, _same), None, where)
 
 
 def _migrated(

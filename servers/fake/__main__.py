@@ -63,6 +63,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     default = FakeSpec()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--lmcache-http-port", type=int)
+    parser.add_argument("--events-port", type=int)
     parser.add_argument("--script", type=Path, default=os.environ.get(SCRIPT_VARIABLE))
     parser.add_argument("--ledger", type=Path, default=os.environ.get(LEDGER_VARIABLE))
     for field in fields(FakeSpec):
@@ -92,6 +93,7 @@ def _server(args: argparse.Namespace, script: Script) -> FakeServer:
         port=args.port,
         lmcache_http_port=args.lmcache_http_port or 0,
         ledger=args.ledger,
+        events_port=args.events_port,
     )
 
 

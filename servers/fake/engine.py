@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from servers.fake.events import EventPublisher
 from servers.fake.pages import Series, Values, is_vllms, render, series
 from servers.fake.script import Script
 from servers.fake.spec import FakeSpec
@@ -46,7 +47,14 @@ def output_ids(prompt: Sequence[int], n: int, *, salt: str = "") -> list[int]:
 class FakeEngine:
     """State of one server process; every method may be called from any thread."""
 
-    def __init__(self, spec: FakeSpec, script: Script, *, ledger: Path | None = None) -> None:
+    def __init__(
+        self,
+        spec: FakeSpec,
+        script: Script,
+        *,
+        ledger: Path | None = None,
+        events_port: int | None = None,
+    ) -> None:
         self.spec = spec
         self.script = script
         self.ledger: list[dict[str, Any]] = []
@@ -60,11 +68,14 @@ class FakeEngine:
         self._running = 0
         self._counters: Values = {}
         self._published: list[tuple[float, Values]] = []
+        self._events = EventPublisher(events_port, spec.block_size) if events_port else None
         self._file: IO[str] | None = ledger.open("a", encoding="utf-8") if ledger else None
         self._start_series()
 
     def close(self) -> None:
-        """Close the ledger file."""
+        """Close the ledger file and the connection to the reader of events."""
+        if self._events is not None:
+            self._events.close()
         if self._file is not None:
             self._file.close()
 
@@ -80,9 +91,16 @@ class FakeEngine:
             return self.script.at(self._arrived)
 
     def serve(
-        self, prompt: Sequence[int], ids: Sequence[int], faults: Mapping[str, Any]
+        self,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        faults: Mapping[str, Any],
+        session_id: str | None = None,
     ) -> Prediction:
-        """Take ``prompt`` through the tiers and count it, as vLLM does by its first token."""
+        """Take ``prompt`` through the tiers and count it, as vLLM does by its first token.
+
+        ``session_id``: the client's own name for the request, which its KV events carry.
+        """
         with self._lock:
             evicted = self._predictor.evicted_chunks
             served = self._predictor.request(prompt, len(ids), output_ids=ids)
@@ -93,6 +111,7 @@ class FakeEngine:
             loaded = self._play.loaded(self.spec, served, evicted=evicted)
             self._add_samples(loaded, str(faults.get("engine", "0")))
             self._publish()
+            self._name_blocks([*prompt, *ids[:-1]], served, faults, session_id)
             return served
 
     def finish(
@@ -166,6 +185,22 @@ class FakeEngine:
         with self._lock:
             return self._play.pages(self._tier_now(faults))
 
+    def _name_blocks(
+        self,
+        tokens: Sequence[int],
+        served: Prediction,
+        faults: Mapping[str, Any],
+        session_id: str | None,
+    ) -> None:
+        """Publish what the request names: every full block but those it found on the GPU."""
+        if self._events is None or not self.spec.prefix_caching:
+            return
+        is_lost = bool(faults.get("lost_event"))
+        for _ in range(2 if faults.get("preempted") else 1):
+            self._events.stored(
+                tokens, start=served.split.gpu_hit, session_id=session_id, is_lost=is_lost
+            )
+
     def _page(self, counters: Values, gauges: Values, faults: Mapping[str, Any]) -> str:
         without = faults.get("missing_series", ())
         return render(counters, gauges, histogram=_COMPUTED, without=without)
@@ -228,6 +263,7 @@ class FakeEngine:
         if self.spec.host_chunks is not None:
             self._add("external_prefix_cache_queries", split.prompt_tokens - local, engine)
             self._add("external_prefix_cache_hits", external, engine)
+        self._add("num_preemptions", 1 if faults.get("preempted") else 0, engine)
         labels = [("engine", engine), ("model_name", self.spec.model_name)]
         self._bump(series(f"{_COMPUTED}_sum", labels), computed)
         self._bump(series(f"{_COMPUTED}_count", labels), 1)

@@ -42,6 +42,8 @@ BEHAVIOURS: Mapping[str, str] = {
     "miscount": "int: so many computed tokens are counted as GPU hits",
     "foreign": "int: so many requests of somebody else finish together with this one",
     "reset_counters": "true: every counter starts again from 0 after this request",
+    "preempted": "true: it was preempted once, so its blocks are named twice",
+    "lost_event": "true: the KV events of this request are numbered and never sent",
     "engine": "str: label of the engine that served this request (default 0)",
     "drop_stores": "true: the host tier stores nothing and finds nothing",
     "copy_s": "number: vLLM's own offloading copies and counts a request's stores for so long",

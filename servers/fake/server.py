@@ -30,7 +30,8 @@ class FakeServer:
     """Both HTTP ports of the fake; a context manager. Ports may be 0: then see ``base_url``.
 
     ``script``: rules as in ``servers.fake.script``. ``ledger``: one dict per completion, in order
-    of completion; ``seen``: every request line that arrived, on both ports.
+    of completion; ``seen``: every request line that arrived, on both ports. ``events_port``: where
+    a reader listens for KV events; None publishes none.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class FakeServer:
         port: int = 0,
         lmcache_http_port: int = 0,
         ledger: Path | None = None,
+        events_port: int | None = None,
     ) -> None:
         """Bind at once (OSError when a port is taken); serve from ``__enter__`` on."""
         self.spec = spec or FakeSpec()
         parsed = script if isinstance(script, Script) else parse_script(script)
         self.seen: list[str] = []
-        self._engine = FakeEngine(self.spec, parsed, ledger=ledger)
+        self._engine = FakeEngine(self.spec, parsed, ledger=ledger, events_port=events_port)
         self._ready_at = 0.0
         self._vllm = Listener(port, self._answer_vllm, parsed.always())
         self._host = (
@@ -160,7 +162,9 @@ class FakeServer:
             return
         answer = Answer(self.spec, request, asked, faults)
         try:
-            served = self._engine.serve(asked["prompt"], answer.ids, faults)
+            served = self._engine.serve(
+                asked["prompt"], answer.ids, faults, asked.get("session_id")
+            )
         except SpecError as error:  # more blocks than the pool has
             self._engine.note(_entry(n, request, asked, status=400, end="refused"))
             link.reply_json(_error(400, "BadRequestError", str(error))["body"], status=400)

@@ -58,6 +58,28 @@ def require_one(count: int, what: str, unit: str) -> None:
         raise CounterError(f"{what} no {unit} between the readings, expected 1")
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How many requests a settle waits for: ``least`` were answered in full, ``most`` were sent.
+
+    One whose answer broke may have been counted or not.
+    """
+
+    least: int
+    most: int
+
+    def check(self, n: int, *, what: str, missing: str) -> None:
+        """``n`` of them were counted: NotYetError with ``missing`` for too few, HopelessError with
+        ``what`` for too many."""
+        if n < 0 or n > self.most:
+            raise HopelessError(f"{what} moved by {n} where we sent {self.most}")
+        if n < self.least:
+            raise NotYetError(missing if self.most == 1 else f"{missing}: {n} of {self.least}")
+
+
+ONE_REQUEST = Asked(1, 1)
+
+
 class HopelessError(Exception):
     """A condition that no further waiting can mend."""
 
@@ -81,7 +103,7 @@ class HostReading:
 
 
 class Rest(ABC):
-    """The rest of one tier after one request; asked again and again until it holds."""
+    """The rest of one tier after what was asked; asked again and again until it holds."""
 
     @abstractmethod
     def check(
@@ -128,8 +150,8 @@ class CountedTier(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no page of its own")
 
     @abstractmethod
-    def rest(self, model_name: str) -> Rest:
-        """What must hold before its counters are final."""
+    def rest(self, model_name: str, asked: Asked) -> Rest:
+        """What must hold before its counters are final, after ``asked``."""
 
     @abstractmethod
     def measured(self, gpu: Measured, moved: Mapping[str, int], unit: Unit) -> Measured:

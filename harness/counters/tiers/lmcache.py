@@ -6,6 +6,7 @@ from dataclasses import replace
 from harness.counters.errors import MissingSeries
 from harness.counters.pages import HostPages, Samples
 from harness.counters.tiers.base import (
+    Asked,
     CountedTier,
     HostReading,
     Measured,
@@ -66,7 +67,7 @@ class InProcessCounts(CountedTier):
         """How many chunks are resident."""
         return _reading(pages.metrics(), pages)
 
-    def rest(self, model_name: str) -> Rest:
+    def rest(self, model_name: str, asked: Asked) -> Rest:
         """Healthy and unpinned."""
         return InProcessRest()
 

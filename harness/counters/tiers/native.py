@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from harness.counters.pages import HostPages, Samples, gauge_values
 from harness.counters.tiers.base import (
+    Asked,
     CountedTier,
     HostReading,
     Measured,
@@ -87,7 +88,7 @@ class NativeCounts(CountedTier):
         gauge("vllm:kv_offload_cpu_cache_read_usage_perc", presence="optional"),
     )
 
-    def rest(self, model_name: str) -> Rest:
+    def rest(self, model_name: str, asked: Asked) -> Rest:
         """Its gauges, and its counters twice the same."""
         return OffloadRest(self.gauges, model_name)
 

@@ -31,7 +31,12 @@ COUNTED: Final[Mapping[TierKind, CountedTier]] = {kind: _counted(kind) for kind 
 STATE_NAMES: Final = frozenset(name for tier in COUNTED.values() for name in tier.state)
 """Live state kept beside the counters; it may go down."""
 
-LOADED_SOURCES: Final = tuple(s for tier in COUNTED.values() for s in tier.loaded_sources)
+BY_EVENTS: Final = "token_sources"
+"""The word for bytes that follow from what a request loaded, where others were in flight."""
+
+LOADED_SOURCES: Final = (
+    *(s for tier in COUNTED.values() for s in tier.loaded_sources), BY_EVENTS,
+)  # fmt: skip
 """Every word for what the bytes moved host → GPU follow from."""
 
 ALL_SERIES: Final[tuple[Series, ...]] = (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from harness.counters.tiers.base import CountedTier, Measured, Rest, Unit
+from harness.counters.tiers.base import Asked, CountedTier, Measured, Rest, Unit
 from harness.counters.tiers.native import OffloadRest
 from servers.metrics import Series, gauge
 
@@ -23,7 +23,7 @@ class SimpleCounts(CountedTier):
     # used_blocks never reaches 0: the pool's null block counts (SimpleCPUOffloadScheduler).
     gauges = (gauge("vllm:simple_kv_offload_pending_store_blocks", presence="optional"),)
 
-    def rest(self, model_name: str) -> Rest:
+    def rest(self, model_name: str, asked: Asked) -> Rest:
         """As of vLLM's other offloading: nothing pending, and seen twice the same."""
         return OffloadRest(self.gauges, model_name)
 

@@ -8,7 +8,7 @@ from harness.counters.attribute import derive
 from harness.counters.errors import CounterError, MissingSeries, ScrapeError
 from harness.counters.pages import Samples, counts, gauge_values, parse
 from harness.counters.tiers import lmcache, native, simple
-from harness.counters.tiers.base import Measured, NotYetError
+from harness.counters.tiers.base import ONE_REQUEST, Measured, NotYetError
 from harness.counters.tiers.lmcache import RESIDENT
 from harness.counters.tiers.native import OFFLOAD_GRACE_S, OffloadRest
 from harness.counters.tiers.registry import COUNTED, tier_of
@@ -303,11 +303,13 @@ class InProcessPages:
 def test_lmcache_in_process_is_not_at_rest(page: str, reason: str) -> None:
     # A42
     with pytest.raises(NotYetError, match=reason):
-        lmcache.TIER.rest("m").check({}, {}, InProcessPages(page), {})
+        lmcache.TIER.rest("m", ONE_REQUEST).check({}, {}, InProcessPages(page), {})
 
 
 def test_only_the_workers_half_of_the_connector_counts() -> None:
-    reading = lmcache.TIER.rest("m").check({}, {}, InProcessPages(in_process_page()), {})
+    reading = lmcache.TIER.rest("m", ONE_REQUEST).check(
+        {}, {}, InProcessPages(in_process_page()), {}
+    )
     assert reading is not None
     assert reading.counters == {RESIDENT: 6}
 
@@ -316,4 +318,4 @@ def test_another_servers_internal_api_is_refused() -> None:
     # A55
     pages = InProcessPages(in_process_page(served="other"))
     with pytest.raises(MissingSeries, match=r"serves 'm'; it has \['other'\]"):
-        lmcache.TIER.rest("m").check({}, {}, pages, {})
+        lmcache.TIER.rest("m", ONE_REQUEST).check({}, {}, pages, {})
