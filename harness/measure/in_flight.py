@@ -7,6 +7,7 @@ however many are still being answered.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import httpx
@@ -62,7 +63,6 @@ class _Pass:
     began_ns: int = 0
     sent: dict[int, Sent] = field(default_factory=dict)
     is_over: bool = False
-    fault: BaseException | None = None
     _next: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -97,36 +97,31 @@ def send_all(
     and whatever a worker could not handle ends the pass.
     """
     shared = _Pass(turns, target, think_s)
-    begin = threading.Barrier(workers + 1, action=shared.begin)
-    threads = [
-        threading.Thread(target=_work, args=(shared, begin), daemon=True) for _ in range(workers)
-    ]
-    for thread in threads:
-        thread.start()
+    begin = threading.Barrier(workers, action=shared.begin)
+    pool = ThreadPoolExecutor(workers)
     try:
-        begin.wait()
-        for thread in threads:
-            while thread.is_alive() and shared.fault is None:
-                thread.join(_LOOK_S)
-                check_alive()
+        working = {pool.submit(_work, shared, begin) for _ in range(workers)}
+        while working:
+            ended, working = wait(working, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+            for worker in ended:
+                worker.result()
+            check_alive()
     finally:
-        shared.is_over = True  # no worker takes another turn of a pass that is cut short
-    if shared.fault is not None:
-        raise shared.fault
+        # Of a pass that is cut short no worker takes another turn, and none is waited for: their
+        # answers end when the servers do.
+        shared.is_over = True
+        pool.shutdown(wait=False)
     return [shared.sent[number] for number in range(len(turns))]
 
 
 def _work(shared: _Pass, begin: threading.Barrier) -> None:
-    try:
-        begin.wait()
-        with open_client(shared.target.base_url, deadline_s=shared.target.deadline_s) as client:
-            ended: float | None = None
-            while (number := shared.next_turn()) is not None:
-                shared.sent[number] = _send(shared, shared.turns[number], client, ended=ended)
-                ended = time.monotonic()
-                time.sleep(shared.think_s)
-    except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
-        shared.fault = shared.fault or error
+    begin.wait()
+    with open_client(shared.target.base_url, deadline_s=shared.target.deadline_s) as client:
+        ended: float | None = None
+        while (number := shared.next_turn()) is not None:
+            shared.sent[number] = _send(shared, shared.turns[number], client, ended=ended)
+            ended = time.monotonic()
+            time.sleep(shared.think_s)
 
 
 def _send(shared: _Pass, turn: Turn, client: httpx.Client, *, ended: float | None) -> Sent:

@@ -43,6 +43,7 @@ from harness.record.row import Loop, Row
 from sim.split import TokenSplit
 from sim.workload import Request, Workload
 
+
 @dataclass(frozen=True, slots=True)
 class LoadContext:
     """What a session under load has beyond every session. ``seed``: of the arrivals."""

@@ -179,8 +179,8 @@ def test_a_key_given_twice_in_a_record_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_record_of_a_newer_schema_says_what_to_do_whatever_else_is_in_it(tmp_path: Path) -> None:
-    path = write_journal(tmp_path / "j.jsonl", {"schema": 3, "queue": {}})
-    with pytest.raises(InputError, match="written by a newer kvcliff, schema 3") as caught:
+    path = write_journal(tmp_path / "j.jsonl", {"schema": 4, "speed": {}})
+    with pytest.raises(InputError, match="written by a newer kvcliff, schema 4") as caught:
         read_journal(path)
     assert caught.value.hint is not None
     assert "manifest.json" in caught.value.hint

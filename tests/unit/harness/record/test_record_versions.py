@@ -31,14 +31,25 @@ def test_what_the_first_rows_did_not_record_is_unknown_and_not_none(tmp_path: Pa
     assert (row.connector, row.cached_tokens) == (None, None)
 
 
-def test_a_row_of_schema_2_must_have_every_column(tmp_path: Path) -> None:
+def test_a_row_of_schema_2_was_sent_alone_and_attributed_by_counters(tmp_path: Path) -> None:
+    new = ("queue_ms", "loop", "late_ms", "attributed_by", "named_from")
+    lost = {"computed": None, "gpu_hit": None, "host_loaded": None, "unattributed": "not settled"}
+    for changed, attributed_by in (({}, "counters"), (lost, None)):
+        record = make_record(schema=2, **changed)
+        old = {name: value for name, value in record.items() if name not in new}
+        (row,) = read_journal(write_journal(tmp_path / "j.jsonl", old))
+        assert (row.loop, row.late_ms, row.queue_ms) == ("serial", None, None)
+        assert (row.attributed_by, row.named_from) == (attributed_by, None)
+
+
+def test_a_row_of_todays_schema_must_have_every_column(tmp_path: Path) -> None:
     record = make_record()
     del record["connector"]
     with pytest.raises(InputError, match="line 1: connector: Field required"):
         read_journal(write_journal(tmp_path / "j.jsonl", record))
 
 
-def test_one_journal_may_hold_rows_of_both_schemas(tmp_path: Path) -> None:
+def test_one_journal_may_hold_rows_of_several_schemas(tmp_path: Path) -> None:
     rows = [make_record(schema=1, connector=None), make_record(doc=1)]
     assert [row.connector for row in read_journal(write_journal(tmp_path / "j.jsonl", *rows))] == [
         "none", "none",
@@ -50,7 +61,7 @@ def test_a_version_that_is_none_is_named_with_those_there_are(
     tmp_path: Path, version: object
 ) -> None:
     path = write_journal(tmp_path / "j.jsonl", make_record(schema=version))
-    with pytest.raises(InputError, match=r"line 1: schema is .*; this kvcliff reads 1 to 2"):
+    with pytest.raises(InputError, match=r"line 1: schema is .*; this kvcliff reads 1 to 3"):
         read_journal(path)
 
 
