@@ -230,12 +230,13 @@ class LoadedSession:
         why_none: str | None,
     ) -> Iterator[Outcome]:
         loop: Loop = "closed" if self.load.load.rate is None else "open"
-        for each, known in zip(sent, found, strict=True):
+        for number, (each, known) in enumerate(zip(sent, found, strict=True), start=1):
+            is_last = number == len(sent)
             why_not = why_none or known.why_not
             yield Outcome(
                 result=each.result,
                 before=before,
-                settled=settled,
+                settled=settled if is_last else replace(settled, settle_ms=None),
                 measured=None if why_not or known.split is None else self._measured(known.split),
                 why_not=why_not,
                 loop=loop,

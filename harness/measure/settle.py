@@ -46,10 +46,11 @@ class Settled:
     """The reading after a request. ``unsettled`` None: every condition held; else which did not.
 
     ``after`` is None only when the servers could not be read at all; ``unsettled`` then says why.
+    ``settle_ms`` None: the wait is that of another request of the pass.
     """
 
     after: Snapshot | None
-    settle_ms: float
+    settle_ms: float | None
     unsettled: str | None
 
 

@@ -64,9 +64,8 @@ def complete_prompt(
     try:
         if not is_just_used:
             _verify_connection(client, deadline_s)
-        if wait_for_turn is not None:
-            wait_for_turn()
-        _exchange(client, payload, answer, deadline_s=deadline_s, request_id=request_id)
+        _exchange(client, payload, answer, deadline_s=deadline_s, request_id=request_id,
+                  wait_for_turn=wait_for_turn)  # fmt: skip
     except (httpx.HTTPError, StreamError) as fault:
         answer.fault = _describe(fault, answer, deadline_s)
     return judge_answer(answer, prompt_tokens=len(prompt), output_tokens=output_tokens)
@@ -122,9 +121,15 @@ def _verify_connection(client: httpx.Client, deadline_s: float) -> None:
 
 
 def _exchange(
-    client: httpx.Client, payload: bytes, answer: Received, *, deadline_s: float, request_id: str
+    client: httpx.Client,
+    payload: bytes,
+    answer: Received,
+    *,
+    deadline_s: float,
+    request_id: str,
+    wait_for_turn: Callable[[], None] | None,
 ) -> None:
-    """Write the request, read the whole answer into ``answer``."""
+    """Write the request when its turn has come, read the whole answer into ``answer``."""
 
     def trace(name: str, info: Mapping[str, Any]) -> None:
         if name == "http11.send_request_headers.started":
@@ -146,6 +151,8 @@ def _exchange(
         timeout=_timeout(deadline_s),
         extensions={"trace": trace},
     )
+    if wait_for_turn is not None:
+        wait_for_turn()
     with closing(client.send(request, stream=True)) as response:
         _read(response, answer)
 

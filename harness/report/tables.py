@@ -23,10 +23,15 @@ def show_run(statistics: Statistics, reconciliation: ReconcileFile) -> None:
     residuals = [part.largest for part in reconciliation.by_pass if part.largest]
     tokens = [abs(v) for largest in residuals for name, v in largest.items() if name != _BYTES]
     n_bytes = [abs(largest[_BYTES]) for largest in residuals if _BYTES in largest]
+    largest_said = (
+        f"largest residual against the prediction: {max(tokens)} tokens, "
+        f"{max(n_bytes, default='no')} bytes"
+        if tokens
+        else "none was predicted"
+    )
     out.print(
         f"{reconciliation.requests_reconciled} of {reconciliation.requests_planned} requests "
-        "reconciled, warm-up included; largest residual against the prediction: "
-        f"{max(tokens, default='none measured,')} tokens, {max(n_bytes, default='no')} bytes",
+        f"reconciled, warm-up included; {largest_said}",
         soft_wrap=True,
     )
     for group in reconciliation.not_predicted:

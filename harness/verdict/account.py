@@ -12,6 +12,9 @@ from harness.record.row import Row
 from harness.verdict.reconcile import Reconciled
 from harness.verdict.times import Times
 
+LATE_MS = 50.0
+"""A request that is sent so long after it was due is late; a client that keeps up needs under 2 ms."""
+
 
 @dataclass(slots=True)
 class Found:
@@ -47,6 +50,7 @@ class SessionAccount:
     ``stored`` None: no row knows. ``due``: predicted to be loaded by requests that have a row.
     ``connector``, ``chunk_tokens``: as its rows have them, all alike.
     ``predicted_loads``: by all planned ones; ``is_exact``: every prediction there is holds numbers.
+    ``counted_from``: the counters before the last row that was met.
     ``found_nowhere``: prompts after the first pass of which no tier had anything.
     """
 
@@ -60,6 +64,7 @@ class SessionAccount:
     predicted_loads: int = 0
     is_exact: bool = True
     dropped_chunks: int = 0
+    counted_from: dict[str, int] | None = None
     connector: str | None = None
     chunk_tokens: int | None = None
 
@@ -144,6 +149,7 @@ class Account:
     disagreeing: Found = field(default_factory=Found)
     reconnected: Found = field(default_factory=Found)
     too_fast: Found = field(default_factory=Found)
+    late: Found = field(default_factory=Found)
     outputs: Outputs = field(default_factory=Outputs)
     times: Times = field(default_factory=Times)
     sessions: dict[str, SessionAccount] = field(default_factory=lambda: defaultdict(SessionAccount))
@@ -199,6 +205,8 @@ class Account:
                 self.reconnected.add(request)
             if _is_client_faster(row):
                 self.too_fast.add(request)
+            if row.late_ms is not None and row.late_ms > LATE_MS:
+                self.late.add(request)
 
 
 def _add_prediction(session: SessionAccount, request: Reconciled) -> None:
@@ -216,7 +224,11 @@ def _add_prediction(session: SessionAccount, request: Reconciled) -> None:
 def _add_row(session: SessionAccount, row: Row) -> None:
     session.recorded += 1
     session.connector, session.chunk_tokens = row.connector, row.chunk_tokens
-    session.dropped_chunks += refused_chunks(row.counters_before or {}, row.counters_after or {})
+    if row.counters_before != session.counted_from:  # requests in flight share their pass's
+        session.counted_from = row.counters_before
+        session.dropped_chunks += refused_chunks(
+            row.counters_before or {}, row.counters_after or {}
+        )
     if not row.is_attributed:
         return
     session.attributed += 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, ParamSpec
 
-from harness.verdict.account import Found, Outputs, SessionAccount
+from harness.verdict.account import LATE_MS, Found, Outputs, SessionAccount
 from harness.verdict.schema import Code, Finding, Severity
 
 P = ParamSpec("P")
@@ -174,6 +174,17 @@ def outputs_differ(outputs: Outputs, *, pass_name: str, doc: int) -> Texts:
     )
 
 
+@_row("outputs-differ-in-batches", "warning")
+def outputs_differ_in_batches(outputs: Outputs, *, pass_name: str, doc: int) -> Texts:
+    """As outputs-differ, of requests that were in flight with others."""
+    return Texts(
+        f"{outputs.differing} of {outputs.prompts} prompts got different greedy outputs in "
+        f"different sessions, first {pass_name} document {doc}",
+        "numerics that depend on which requests share a step, or cached KV that is not the prompt's",
+        "run the plan without [load]: there the outputs must be the same",
+    )
+
+
 @_row("outputs-constant", "error")
 def outputs_constant(outputs: Outputs) -> Texts:
     """All prompts got the same output, so equality proves nothing."""
@@ -230,7 +241,8 @@ def ledgers_disagree(disagreeing: Found) -> Texts:
 @_row("times-disagree", "error")
 def times_disagree(what: str) -> Texts:
     """Times contradict: a request was sent 50 ms or more before the one before it had settled, a
-    TTFT is below half the server's own or above twice that and a second more, a session's
+    TTFT is below half the server's own or above twice that and a second more (with others in flight,
+    above it by twice the longest step of the pass and a second more), a session's
     requests took less than the time between them and that is over 250 ms each, or some lie more
     than 2 s outside the time in which its servers ran.
     """
@@ -281,6 +293,20 @@ def reconnected(opened: Found, *, measured: int) -> Texts:
         f"{opened.n} of {measured} measured requests opened a new connection",
         "the server closed idle connections between requests",
         "their TTFT includes the connection set-up; the rows are marked conn_reused false",
+    )
+
+
+@_row("client-late", "error")
+def client_late(late: Found, *, measured: int) -> Texts:
+    """The client of an open loop could not send its requests when they were due.
+
+    What it asked was then no longer the plan's load, but one that waits for the server.
+    """
+    return Texts(
+        f"{late.n} of {measured} measured requests were sent more than {LATE_MS:.0f} ms after they "
+        f"were due, first {late.name}, {late.row.late_ms:,.0f} ms",
+        "load.most_in_flight requests were in flight already, or the client's machine is too busy",
+        "raise load.most_in_flight, lower load.rate, or give the client more cores",
     )
 
 

@@ -13,6 +13,9 @@ from servers.gpu.samples import session_changes
 from servers.tiers.registry import SERVED
 from sim.workload import pass_name
 
+LATE_SHARE = 0.01
+"""Of the measured requests of an open loop so many may be late."""
+
 
 def findings_of(run: Reconciliation, account: Account) -> list[Finding]:
     """Every check over what was counted in a walk, errors first."""
@@ -94,7 +97,8 @@ def _outputs(run: Reconciliation, outputs: Outputs) -> Iterator[Finding]:
         return
     if outputs.first_differing:
         name, doc = outputs.first_differing
-        yield table.outputs_differ(outputs, pass_name=name, doc=doc)
+        differ = table.outputs_differ if run.plan.load is None else table.outputs_differ_in_batches
+        yield differ(outputs, pass_name=name, doc=doc)
     if outputs.prompts > 1 and outputs.is_constant:
         yield table.outputs_constant(outputs)
 
@@ -186,5 +190,7 @@ def _no_effect_possible(run: Reconciliation, account: Account) -> Iterator[Findi
 def _client(account: Account) -> Iterator[Finding]:
     if account.reconnected.n:
         yield table.reconnected(account.reconnected, measured=account.measured)
+    if account.late.n > LATE_SHARE * account.measured:
+        yield table.client_late(account.late, measured=account.measured)
     if account.too_fast.n:
         yield table.clocks_disagree(account.too_fast)

@@ -244,6 +244,25 @@ def test_the_fake_is_one_process_with_both_ports():
     assert (given["--port"], given["--lmcache-http-port"]) == ("21000", "21002")
 
 
+@pytest.mark.parametrize("build", ["cpu", "gpu"])
+def test_every_arm_publishes_its_events_alike_and_only_to_a_reader(build: Build) -> None:
+    def words(arm: Arm, ports: Ports) -> list[str]:
+        command, *_ = render(
+            arm, ports=ports, model_name="m", work_dir=Path("/w"), cache_dir=Path("/c"),
+            inherited={},
+        )  # fmt: skip
+        return list(command.argv)
+
+    listening = replace(PORTS, events=21003)
+    for arm in (baseline(build), lmcache(build)):
+        assert "--kv-events-config" not in words(arm, PORTS)
+        argv = words(arm, listening)
+        config = json.loads(argv[argv.index("--kv-events-config") + 1])
+        # Without a wildcard vLLM connects: nothing of it listens on another address.
+        assert config["endpoint"] == "tcp://127.0.0.1:21003"
+        assert config["enable_kv_cache_events"] is True
+
+
 def test_a_tier_without_ports_is_refused():
     with pytest.raises(ValueError, match="no ports"):
         render(

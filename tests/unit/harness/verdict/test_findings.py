@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.plan.load import LoadSection
 from harness.plan.requests import PlannedRequests
 from harness.plan.rule import DecisionSection
 from harness.record.row import NUMBERS, Row
@@ -68,6 +69,11 @@ def with_weights(weights: str) -> Reconciliation:
     return replace(run_of(sound_rows()), plan=PLAN.model_copy(update={"model": model}))
 
 
+def under_load(rows: list[Row]) -> Reconciliation:
+    load = LoadSection(rate=4.0)
+    return replace(run_of(rows), plan=PLAN.model_copy(update={"load": load}))
+
+
 def tier_server(**changed: Any) -> Reconciliation:
     """A sound run whose second server says something else of itself."""
     return run_of(sound_rows(), facts={"02-lmcache": {"facts": {**TIER_FACTS, **changed}}})
@@ -96,6 +102,7 @@ RUNS: dict[str, Callable[[], Reconciliation]] = {
     "tier-off": lambda: run_of(changed_rows(stored_tokens=0)),
     "baseline-used-host": lambda: one_more(**{"pass": "pass2-replay"}, computed=8, host_loaded=512),
     "outputs-differ": lambda: run_of(changed_rows(output_sha256="other")),
+    "outputs-differ-in-batches": lambda: under_load(changed_rows(output_sha256="other")),
     "outputs-constant": lambda: run_of(
         [row.model_copy(update={"output_sha256": "same"}) for row in sound_rows()]
     ),
@@ -120,6 +127,7 @@ RUNS: dict[str, Callable[[], Reconciliation]] = {
         ]
     ),
     "reconnected": lambda: one_more(conn_reused=False),
+    "client-late": lambda: one_more(loop="open", late_ms=51.0),
     "clocks-disagree": lambda: one_more(ttft_ms=50.0, server_ttft_ms=99.0),
     "gpu-memory-unread": lambda: run_of(
         sound_rows(), facts={"01-baseline": {"facts": FACTS, "unread_gpus": ["GPU 0"]}}

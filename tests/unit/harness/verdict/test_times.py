@@ -80,3 +80,22 @@ def test_requests_lie_where_the_servers_ran(sent_s: float, told: list[str]) -> N
 def test_a_request_that_failed_says_nothing_of_the_next_one() -> None:
     failed = {"ttft_ms": None, "total_ms": None, "complete": False, "error": "boom"}
     assert problems_of({**failed, "sent_unix_ns": S}, {"sent_unix_ns": 9 * S}) == []
+
+
+# The longest of the pass took 2,000 ms from scheduled to first token, so 5,000 ms may be missing.
+@pytest.mark.parametrize(("ttft_ms", "is_told"), [(5_099.0, False), (5_101.0, True)])
+@pytest.mark.parametrize("pass_name", ["pass1-cold", "pass2-replay"])
+def test_a_request_in_flight_waits_no_longer_than_a_step_of_its_pass(
+    ttft_ms: float, is_told: bool, pass_name: str
+) -> None:
+    busy = {"loop": "closed", "sent_unix_ns": S, "first_byte_ms": None, "queue_ms": 50.0}
+    long = {**busy, "ttft_ms": 2_100.0, "total_ms": 2_200.0, "server_ttft_ms": 2_050.0}
+    row = {**busy, "ttft_ms": ttft_ms, "total_ms": ttft_ms, "server_ttft_ms": 100.0}
+    found = problems_of(long, {**row, "pass": pass_name})
+    # A step of another pass is no excuse.
+    assert bool(found) == (is_told or pass_name == "pass2-replay")
+
+
+def test_requests_in_flight_may_be_sent_before_others_have_settled() -> None:
+    row = {"loop": "closed", "sent_unix_ns": S, "settle_ms": None}
+    assert problems_of(row, row, {**row, "sent_unix_ns": S + 60 * S}) == []
