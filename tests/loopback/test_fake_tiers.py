@@ -10,7 +10,7 @@ import pytest
 
 from harness.counters.tiers.native import OFFLOAD_GRACE_S
 from harness.errors import MachineError
-from harness.measure.replay import SessionContext, replay
+from harness.measure.replay import Doors, SessionContext, replay
 from harness.measure.settle import Scraper
 from harness.measure.stream import open_client
 from harness.record.journal import JournalWriter, read_journal
@@ -89,7 +89,7 @@ def replayed(
         scraper_of(server, kind) as scraper,
         JournalWriter(path) as journal,
     ):
-        replay(workload, context, client=client, scraper=scraper, journal=journal,
+        replay(workload, context, doors=Doors(client, scraper), journal=journal,
                on_row=lambda _: None, check_alive=lambda: None)  # fmt: skip
     return read_journal(path)
 
