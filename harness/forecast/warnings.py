@@ -78,11 +78,18 @@ class Outlook:
         return chunks * align_up(self.experiment.chunk_bytes) / GIB
 
 
+_ALONE = (
+    "what is predicted here is what requests sent one at a time would show; under [load] the order in "
+    "which the tiers serve them is a matter of timing, and a run checks sums, not predictions"
+)
+
+
 def warnings_of(outlook: Outlook) -> list[str]:
     """Every warning, the ones that rule an effect out first; empty when there is none."""
     plan = outlook.experiment.plan
     order = list(weaknesses(plan.order, plan.decision.min_blocks))
-    return [*_effect_warnings(outlook), *order]
+    alone = [] if plan.load is None else [_ALONE]
+    return [*_effect_warnings(outlook), *alone, *order]
 
 
 def _effect_warnings(outlook: Outlook) -> list[str]:

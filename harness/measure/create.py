@@ -6,6 +6,7 @@ from pathlib import Path
 from harness.files import write_atomically, write_lines
 from harness.machine.facts import machine_facts
 from harness.plan.experiment import Experiment, SessionPlan
+from harness.plan.load import WHY_NOT_PREDICTED
 from harness.record.folder import PLAN_FILE, PREDICTION_FILE, RunFolder
 from harness.record.manifest import Manifest, utc_now
 from harness.record.row import SCHEMA, PredictedRow
@@ -42,11 +43,13 @@ def predicted_rows(experiment: Experiment) -> list[PredictedRow]:
 
 def _predicted(experiment: Experiment, session: SessionPlan) -> list[PredictedRow]:
     requests = experiment.workload_of(session.arm)
-    predictions: Sequence[Prediction | None]
-    try:
-        predictions, why_not = experiment.predictions(session.arm), None
-    except NotPredictable as error:
-        predictions, why_not = [None] * len(requests), str(error)
+    predictions: Sequence[Prediction | None] = [None] * len(requests)
+    why_not: str | None = WHY_NOT_PREDICTED
+    if experiment.plan.load is None:
+        try:
+            predictions, why_not = experiment.predictions(session.arm), None
+        except NotPredictable as error:
+            why_not = str(error)
     chunk_tokens = experiment.plan.host.chunk_tokens
     return [
         PredictedRow(

@@ -78,7 +78,7 @@ class Experiment:
     def predictions(self, arm: Arm) -> list[Prediction]:
         """One prediction per request of a session of ``arm``, warm-up included, in order.
 
-        Raises NotPredictable where the outcome is a matter of timing, or not modelled.
+        Each is of a request sent alone: with a ``[load]`` it foretells nothing. Raises NotPredictable where the outcome is a matter of timing, or not modelled.
         """
         return predict(self.workload_of(arm), self.tiers(arm))
 
@@ -139,10 +139,6 @@ def tiers_of(plan: Plan, arm: Arm, geometry: KvGeometry) -> TierSpec:
     Raises NotPredictable for an arm whose tiers are not modelled, saying why.
     """
     host = arm.host
-    if plan.load is not None:
-        raise NotPredictable(
-            "several requests are in flight: which of them the tiers serve first is a matter of timing"
-        )
     if arm.env or arm.flags or arm.connector:
         raise NotPredictable(
             f"arm {arm.name!r} has env, flags or a connector of its own: what they do to the tiers "

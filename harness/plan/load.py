@@ -7,6 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Arrivals = Literal["poisson", "gamma", "constant"]
 
+WHY_NOT_PREDICTED = (
+    "several requests are in flight: which of them the tiers serve first is a matter of timing"
+)
+
 DEFAULT_SEQS = 256
 """``server.max_num_seqs`` of a plan with a load; vLLM's own default on most GPUs."""
 
@@ -40,6 +44,13 @@ class LoadSection(BaseModel):
     most_in_flight: Annotated[int, Field(ge=1, le=4_096)] = Field(
         default=256,
         description="open loop: with so many in flight the next request is late, which the run says",
+    )
+
+    slo_ttft_ms: Annotated[float, Field(gt=0, le=1e7)] | None = Field(
+        default=None, description="longest TTFT of a good answer, from when it was due, in ms"
+    )
+    slo_tpot_ms: Annotated[float, Field(gt=0, le=1e7)] | None = Field(
+        default=None, description="longest time per output token of a good answer, in ms"
     )
 
     def problem(self) -> str | None:

@@ -11,15 +11,20 @@ from harness.report.compare import Comparison, comparison_rows
 from harness.report.watch import View
 from harness.terminal import out, table_of
 from harness.verdict.latency_result import LatencyCheck
-from harness.verdict.measured import Cell, Statistics
-from harness.verdict.schema import Decision, Finding, ReconcileFile
+from harness.verdict.measured import Cell, LoadCell, Statistics
+from harness.verdict.schema import Decision, Finding, ReconcileFile, Summary
+from harness.verdict.under_load import rows_of
 from harness.words_and_colours import SOURCE_WORDS, ms
 
 
-def show_run(statistics: Statistics, reconciliation: ReconcileFile) -> None:
+def show_run(statistics: Summary, reconciliation: ReconcileFile) -> None:
     """The result tables of a run, on stdout."""
     for table in (_pass_table(statistics), _ratio_table(statistics), _source_table(statistics)):
         out.print(table)
+    if statistics.load is not None:
+        out.print(_load_table(statistics.load))
+        for cell in statistics.load:
+            out.print(load_sentence(cell), soft_wrap=True)
     residuals = [part.largest for part in reconciliation.by_pass if part.largest]
     tokens = [abs(v) for largest in residuals for name, v in largest.items() if name != _BYTES]
     n_bytes = [abs(largest[_BYTES]) for largest in residuals if _BYTES in largest]
@@ -149,6 +154,42 @@ def _source_table(statistics: Statistics) -> Table:
         added = "–" if by is None else f"{by.median:+.1f} [{by.low:+.1f} to {by.high:+.1f}]"
         table.add_row(SOURCE_WORDS[name], *medians, *[added for _ in price])
     return table
+
+
+def _load_table(cells: Sequence[LoadCell]) -> Table:
+    table = table_of(
+        "Under load, in ms: TTFT, vLLM's own queue time, and time per output token (medians)",
+        *("pass", "arm", "source", "n", "TTFT p50", "p90", "p99", "queue", "per token"),
+    )
+    last = ""
+    for cell, name, source in rows_of(cells):
+        if last and cell.pass_name != last:
+            table.add_section()
+        last = cell.pass_name
+        ttft, queue, per_token = source.ttft_ms, source.queue_ms, source.tpot_ms
+        percentiles = (None, None, None) if ttft is None else (ttft.p50, ttft.p90, ttft.p99)
+        shown = (*percentiles, queue and queue.p50, per_token and per_token.p50)
+        table.add_row(
+            cell.pass_name, cell.arm, SOURCE_WORDS.get(name, name), str(source.n),
+            *("–" if value is None else ms(value) for value in shown),
+        )  # fmt: skip
+    return table
+
+
+def load_sentence(cell: LoadCell) -> str:
+    """How much of the load one arm bore in one pass."""
+    parts = [f"{cell.done_per_s:.2f} answers/s" if cell.done_per_s is not None else "no answer"]
+    if cell.offered_per_s is not None:
+        parts[0] += f" of {cell.offered_per_s:.2f} asked"
+    if cell.output_tokens_per_s is not None:
+        parts.append(f"{cell.output_tokens_per_s:.1f} output tokens/s")
+    if cell.mean_in_flight is not None:
+        parts.append(f"{cell.mean_in_flight:.1f} in flight on average")
+    if cell.good is not None and cell.good_per_s is not None:
+        parts.append(f"{cell.good} of {cell.n} within the SLO, {cell.good_per_s:.2f}/s")
+    if cell.late_ms is not None:
+        parts.append(f"sent {cell.late_ms.p50:.1f} ms after due, at most {cell.late_ms.max:.1f}")
+    return f"{cell.pass_name}, {cell.arm}: {', '.join(parts)}"
 
 
 def _times(cell: Cell) -> tuple[str, str]:

@@ -71,6 +71,12 @@ def check_folder(path: Path, notes: list[str] | None = None) -> results.LatencyC
             f"{path}: its {len(folder.journals())} journals hold no row",
             hint="put them back, or measure it: kvcliff run --resume",
         )
+    if any(row.loop != "serial" for row in rows):
+        raise InputError(
+            f"{path}: its requests were in flight together, so a TTFT is not that of a token split "
+            "alone",
+            hint="fit on a run of the same plan without [load]",
+        )
     return check_rows(rows, run=folder.name, where=str(path))
 
 

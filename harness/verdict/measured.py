@@ -60,6 +60,44 @@ class Spread(Result):
     spread_ratio: float | None = Field(None, description="highest ÷ lowest session median")
 
 
+class Times(Result):
+    """Times of a group in ms."""
+
+    n: int
+    p50: float
+    p90: float | None = Field(description="null below n 20")
+    p99: float | None = Field(description="null below n 200")
+    max: float
+
+
+class LoadSource(Result):
+    """Complete requests under load; a time is null where no row has it."""
+
+    n: int
+    ttft_ms: Times | None = Field(description="from when a request was due, or was sent")
+    queue_ms: Times | None = Field(description="vLLM's own queue time")
+    tpot_ms: Times | None = Field(description="from the first output token to the last, per token")
+    total_ms: Times | None = Field(description="as ttft_ms, to the last output token")
+
+
+class LoadCell(Result):
+    """One arm in one pass under load, its sessions together."""
+
+    pass_name: str = Field(alias="pass")
+    arm: str
+    n: int = Field(description="requests, failed ones too")
+    failed: int
+    offered_per_s: float | None = Field(description="requests due per second; null: a closed loop")
+    done_per_s: float | None = Field(description="complete answers per second, to the last one")
+    output_tokens_per_s: float | None
+    mean_in_flight: float | None = Field(description="complete requests in flight, on average")
+    late_ms: Times | None = Field(description="sent after due; null: a closed loop")
+    good: int | None = Field(description="answers within the plan's slo; null: it has none")
+    good_per_s: float | None = Field(description="goodput; null: as above")
+    all: LoadSource
+    sources: dict[str, LoadSource] = Field(description="by where the document's KV came from")
+
+
 class ArmCell(Cell):
     """One arm in one pass."""
 

@@ -24,11 +24,19 @@ from harness.verdict.account import Account, PassAccount
 from harness.verdict.cost import Sizes
 from harness.verdict.decision import decide
 from harness.verdict.findings import findings_of
-from harness.verdict.measured import SCHEMA, JsonObject, SessionSpan, SessionSummary, Statistics
+from harness.verdict.measured import (
+    SCHEMA,
+    JsonObject,
+    LoadCell,
+    SessionSpan,
+    SessionSummary,
+    Statistics,
+)
 from harness.verdict.reconcile import Reconciled, Reconciliation, reconcile
 from harness.verdict.stats import summarize
 from harness.verdict.takeaways import takeaways_of
 from harness.verdict.tally import source_class
+from harness.verdict.under_load import UnderLoad
 from sim.geometry import KvGeometry
 from sim.split import Units
 from sim.workload import WARMUP_PASS, pass_name
@@ -53,8 +61,9 @@ def publish(folder: RunFolder, *, write: Callable[[Path, Any], object] = write_j
     run = reconcile(folder)
     account = Account(cold=(WARMUP_PASS, pass_name(0, run.plan.workload.passes[0])))
     listed = Listed(len(PlannedRequests(run.plan)), run.plan.units)
+    load = UnderLoad(run.plan.load, run.plan.units) if run.plan.load else None
     statistics = summarize(
-        _walked(run, account, listed),
+        _walked(run, account, listed, load),
         run=folder.name,
         plan_id=run.manifest.plan_id,
         units=run.plan.units,
@@ -72,7 +81,7 @@ def publish(folder: RunFolder, *, write: Callable[[Path, Any], object] = write_j
         by_pass=by_pass(account.passes),
         not_predicted=_not_predicted(account),
     )
-    summary = _summary(statistics, run, reconciliation, account.chunk_bytes)
+    summary = _summary(statistics, run, reconciliation, account.chunk_bytes, load)
     write(folder.path / RECONCILE_FILE, reconciliation.as_json())
     write(folder.path / SUMMARY_FILE, summary.as_json())
     return Evidence(summary, reconciliation)
@@ -115,12 +124,16 @@ def by_pass(passes: Mapping[tuple[str, str], PassAccount]) -> list[schema.PassRe
     ]
 
 
-def _walked(run: Reconciliation, account: Account, listed: Listed) -> Iterator[Row]:
+def _walked(
+    run: Reconciliation, account: Account, listed: Listed, load: UnderLoad | None
+) -> Iterator[Row]:
     """The rows of a run, everything about their requests counted on the way."""
     for request in run.requests:
         account.add(request)
         listed.add(request.key, request.row, request)
         if request.row is not None:
+            if load is not None:
+                load.add(request.row)
             yield request.row
 
 
@@ -141,6 +154,7 @@ def _summary(
     run: Reconciliation,
     reconciliation: schema.ReconcileFile,
     chunk_bytes: int | None,
+    load: UnderLoad | None,
 ) -> schema.Summary:
     plan = run.plan
     environment = {
@@ -172,6 +186,7 @@ def _summary(
         cliff=cliff_of(plan, name, chunk_bytes=chunk_bytes, measured=measured),
         plan=plan.model_dump(mode="json", by_alias=True),
         environment=environment,
+        load=load.cells() if load else None,
     )
 
 
@@ -182,9 +197,10 @@ def complete(
     cliff: Cliff | None,
     plan: JsonObject | None,
     environment: JsonObject,
+    load: list[LoadCell] | None = None,
 ) -> schema.Summary:
-    """``summary.json``; ``cliff`` and ``plan`` are None for imported rows."""
-    return schema.Summary(
+    """``summary.json``; ``cliff``, ``plan`` and ``load`` are None for imported rows."""
+    summary = schema.Summary(
         **dict(statistics),
         decision=decision,
         cliff=cliff,
@@ -192,6 +208,7 @@ def complete(
         environment=environment,
         takeaways=takeaways_of(statistics, decision.pass_name, cliff),
     )
+    return summary if load is None else summary.model_copy(update={"load": load})
 
 
 def _measured_shares(plan: Plan, statistics: Statistics, pass_name: str) -> Iterator[CliffPoint]:

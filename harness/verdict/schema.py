@@ -22,6 +22,7 @@ from harness.verdict.measured import (
     SCHEMA,
     Estimate,
     JsonObject,
+    LoadCell,
     RatioRange,
     Result,
     Statistics,
@@ -132,6 +133,9 @@ class Summary(Statistics):
     plan: JsonObject | None = Field(description="the resolved plan; null for imported rows")
     environment: JsonObject = Field(description="machine, versions, build, model")
     takeaways: dict[str, str] = Field(description="a sentence for each kind of chart")
+    load: list[LoadCell] | None = Field(
+        None, description="by pass and arm; absent: one request was in flight at a time"
+    )
 
 
 class Finding(Result):
